@@ -123,7 +123,7 @@ pytest: $(DEV)
 
 # The oldest transformers that pyproject.toml allows, in an environment of its own. It has transformers and the packages
 # that go with it; everything else (torch above all) comes from the main environment. The package is this tree.
-OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs padding generate cache forward attention rope serve_requests)
+OLDEST_TESTS = $(patsubst %,tests/pipespec/test_%.py,conformance inputs padding generate cache forward attention rope serve_requests families gguf_architectures recurrent)
 OLDEST = $(shell sed -n 's/^transformers==//p' constraints-oldest.txt)
 .venv-oldest/stamp: constraints-oldest.txt $(DEV)
 	@echo "making the environment .venv-oldest"

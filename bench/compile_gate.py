@@ -198,7 +198,7 @@ def kv_cases() -> Iterator[CompileCase]:
 
     def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
         cut = tiling(width * 4, dim, BYTES[dtype], invariant)
-        constants = {"DIM": dim, "SPAN": cut.span, "SPANS": cut.combined} | heads
+        constants = {"DIM": dim, "SPAN": cut.span, "SPANS": cut.combined(dim)} | heads
         constants |= {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_D": triton.next_power_of_2(dim)}
         constants |= {"DIRECT": how == "whole", "COMBINES": invariant and how != "parts"}
         constants |= {"WINDOWED": "window" in how, "CAPPED": "capped" in how}

@@ -14,6 +14,8 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """The values of IQ4_NL and IQ4_XS."""
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Floats of 4 bits, doubled."""
+LARGEST_POWER = 252
+"""The last byte of E8M0 with which all of them are finite in float32."""
 IQ3_S = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
 IQ3_XXS = (2, 6, 10, 14, 18, 22, 26, 31, -2, -6, -10, -14, -18, -22, -26, -31)
 """Those of the grid, halved."""

@@ -22,7 +22,7 @@ from pipespec_kernels import _native
 from pipespec_kernels.decoder_layers import CODES, Addresses, DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import num_threads
-from pipespec_kernels.recurrent import States
+from pipespec_kernels.recurrent import States, StateSizes
 
 __all__ = ["ANY", "DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
 
@@ -93,6 +93,8 @@ class NativeDecoder:
         threads: int | None = None,
     ) -> None:
         shape.check()
+        for i, layer in enumerate(layers):
+            layer.check(f"layers[{i}]", shape)
         if head is None and norm is not None:
             raise ValueError("a norm needs a head")
         if head is not None and norm is None and (layers or embedding is not None):
@@ -128,7 +130,7 @@ class NativeDecoder:
                     layer.adds_to_norm,
                     -1 if layer.rope is None else layer.rope,
                     layer.head_norms(shape),
-                    None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", at),
+                    None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", h, at),
                     None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
                 )
                 for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
@@ -143,7 +145,7 @@ class NativeDecoder:
             room,
             num_threads(threads),
         )
-        self._recurrent = sum(layer.recurrent is not None for layer in layers)
+        self._recurrent, self._state_sizes = sum(layer.recurrent is not None for layer in layers), _state_sizes(layers)
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
         self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
@@ -412,15 +414,21 @@ def _check_factors(factors: Tensor | None, positions: int) -> None:
         )
 
 
+def _state_sizes(layers: Sequence[LayerWeights]) -> StateSizes | None:
+    """Of all recurrent layers of a decoder; None: there are none."""
+    sizes = {layer.recurrent.state_sizes for layer in layers if layer.recurrent is not None}
+    if len(sizes) > 1:
+        raise ValueError(f"all recurrent layers must have states of the same sizes, got {sorted(sizes)}")
+    return sizes.pop() if sizes else None
+
+
 def _states(of: NativeDecoder, rows: int, width: int, states: States | None) -> tuple[Any, ...] | None:
     """The states of recurrent layers, as the native code takes them."""
     if (states is None) != (of._recurrent == 0):
         raise ValueError("a decoder with recurrent layers, and no other, needs their states")
-    if states is None:
+    if states is None or of._state_sizes is None:
         return None
-    if len(states.inputs) != of._recurrent or len(states.states) != of._recurrent:
-        raise ValueError(f"there are {of._recurrent} recurrent layers, and states of {len(states.inputs)}")
-    return states.native(rows, width)
+    return states.native(rows, width, of._recurrent, of._state_sizes)
 
 
 def _check_hidden(shape: DecoderShape, hidden: Tensor) -> None:

@@ -27,6 +27,7 @@ _NUMBERS = (
 _LAYER_NORMS = (
     "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
 )  # fmt: skip
+_ATTENTION, _FEED_FORWARD = ("q", "k", "v", "o"), ("up", "down")
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,19 @@ class LayerWeights:
     rope: int | None = 0
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+
+    def check(self, name: str, shape: DecoderShape) -> None:
+        """Raise ``ValueError`` for a layer that lacks an attention or a feed-forward, or has two of one."""
+        for part, other, names in (("recurrent", self.recurrent, _ATTENTION), ("experts", self.experts, _FEED_FORWARD)):
+            lacking = [each for each in names if getattr(self, each) is None]
+            if lacking and other is None:
+                raise ValueError(f"{name} has neither {lacking[0]} nor {part}")
+            if other is not None and len(lacking) < len(names):
+                raise ValueError(f"{name} has {part}, and takes none of {', '.join(names)}")
+        if self.experts is not None and (self.gate is not None or shape.is_parallel):
+            raise ValueError(f"{name} has experts, and takes no gate, and cannot be parallel")
+        if self.recurrent is not None and any(w is not None for w in (self.side_norm, self.q_gate, self.sinks)):
+            raise ValueError(f"{name} is recurrent, and takes none of side_norm, q_gate and sinks")
 
     def head_norms(self, shape: DecoderShape) -> int:
         """What the norms of queries and keys are for."""

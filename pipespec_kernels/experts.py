@@ -39,6 +39,17 @@ class Routing:
     group_best: int = 1
     jitter: float = 0.0
 
+    def check(self, name: str, experts: int) -> None:
+        """Raise ``ValueError`` for a choice that is not possible among so many experts."""
+        if self.scores not in _SCORES:
+            raise ValueError(f"{name}: scores must be one of {', '.join(_SCORES)}, got {self.scores!r}")
+        size = experts // self.groups if self.groups > 0 and experts % self.groups == 0 else 0
+        fits = 0 < self.chosen_groups <= self.groups and 0 < self.group_best <= size
+        if not fits or not 0 < self.chosen <= self.chosen_groups * size:
+            raise ValueError(f"{name}: {experts} experts do not allow {self}")
+        if self.scores == "sparse_mixer" and self.chosen != 2:
+            raise ValueError(f"{name}: sparse_mixer chooses two experts, not {self.chosen}")
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -74,14 +85,13 @@ class Experts:
     shared_router: Tensor | QuantizedMatrix | None = None
     limit: float = 0.0
 
-    def native(self, name: str, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
+    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
-        routing, (count, hidden), size = self.routing, self.router.shape, self.down.shape[1]
-        rows = self.gate.shape[0] // count
-        if not 0 < routing.chosen <= count or count % routing.groups or rows not in (size, 2 * size):
-            raise ValueError(
-                f"{name}: {routing.chosen} of {count} experts in {routing.groups} groups, {rows} rows each"
-            )
+        routing, count, size = self.routing, self.router.shape[0], self.down.shape[1]
+        routing.check(name, count)
+        rows = size if self.up is not None else 2 * size
+        if not size or (self.shared_router is not None and not self.shared):
+            raise ValueError(f"{name}: experts need an intermediate size, and a shared_router needs a shared expert")
         up, up_bias = (self.gate, self.gate_bias) if self.up is None else (self.up, self.up_bias)
         shared = self.shared[2].shape[1] if self.shared else 0
         gate, up_, down = self.shared or (None,) * 3

@@ -16,6 +16,18 @@ from pipespec_kernels.rows import OrderedRows
 __all__ = ["Recurrent", "States"]
 
 
+class StateSizes(NamedTuple):
+    """The sizes of the states of one row in one layer.
+
+    Attributes:
+        inputs: of the convolution, ``(C, taps)``.
+        states: ``(V, key_dim, value_dim)``.
+    """
+
+    inputs: tuple[int, ...]
+    states: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Recurrent:
     """What a layer has in place of its attention. Matrices are those of :class:`pipespec_kernels.decoder.LayerWeights`.
@@ -53,11 +65,19 @@ class Recurrent:
     out_bias: Tensor | None = None
     kernel_bias: Tensor | None = None
 
+    @property
+    def state_sizes(self) -> StateSizes:
+        """The sizes of the states of a row."""
+        return StateSizes(tuple(self.kernel.shape), self.heads[1:])
+
     def native(self, name: str, hidden: int, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
         (channels, taps), (key_heads, heads, key_dim, value_dim) = self.kernel.shape, self.heads
         values, rows = heads * value_dim, channels if heads else 3 * channels
-        if heads and (channels != 2 * key_heads * key_dim + values or heads % key_heads):
+        of_delta = (self.gates, self.beta, self.decay, self.decay_log, self.decay_bias, self.norm)
+        if not channels or not taps or {weight is not None for weight in of_delta} != {bool(heads)}:
+            raise ValueError(f"{name}: a kernel has channels and taps, and with heads the weights of a delta net")
+        if heads and (min(self.heads) < 1 or heads % key_heads or channels != 2 * key_heads * key_dim + values):
             raise ValueError(f"{name}: {channels} channels do not fit the heads {self.heads}")
         weights = (
             ("inputs", self.inputs, (rows, hidden)),
@@ -89,19 +109,22 @@ class States(NamedTuple):
     states: Tensor
     places: Sequence[Sequence[int]]
 
-    def native(self, rows: int, columns: int) -> tuple[Any, ...]:
-        """What the native code takes, for a forward of ``columns`` columns."""
-        _, slots, held, *_ = self.inputs.shape
+    def native(self, rows: int, columns: int, layers: int, sizes: StateSizes) -> tuple[Any, ...]:
+        """What the native code takes, for a forward of ``columns`` columns. ``sizes``: of the states of each of the ``layers``."""
+        slots = self.inputs.shape[1]
+        for tensor, size in ((self.inputs, sizes.inputs), (self.states, sizes.states)):
+            if tuple(tensor.shape) != (layers, slots, rows, *size):
+                raise ValueError(f"states must be {(layers, slots, rows, *size)}, got {tuple(tensor.shape)}")
         code = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}.get(self.inputs.dtype)
         if code is None or self.states.dtype is not torch.float32:
             raise TypeError(
                 f"states must be float32, their inputs also bfloat16, got {self.states.dtype} and {self.inputs.dtype}"
             )
-        places = [slot for row in self.places for slot in row]
-        if not (
-            self.inputs.is_contiguous() and self.states.is_contiguous() and self.inputs.is_cpu and self.states.is_cpu
-        ):
+        if not all(t.is_contiguous() and t.is_cpu for t in (self.inputs, self.states)):
             raise ValueError("states must be contiguous, and on the CPU")
-        if held != rows or len(places) != rows * (columns + 1) or not -1 <= min(places) <= max(places) < slots:
-            raise ValueError(f"the places of {rows} rows and {columns} columns must be slots of {slots} of {held} rows")
+        if [len(row) for row in self.places] != [columns + 1] * rows or any(row[0] < 0 for row in self.places):
+            raise ValueError(f"places must be {columns + 1} for each of {rows} rows, and the first one a slot")
+        places = [slot for row in self.places for slot in row]
+        if places and not -1 <= min(places) <= max(places) < slots:
+            raise ValueError(f"places must be slots of {slots}, or -1, got {places}")
         return self.inputs.data_ptr(), code, self.states.data_ptr(), slots, rows, places

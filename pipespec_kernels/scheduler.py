@@ -123,7 +123,8 @@ class Scheduler:
         native.finish()
 
     def settle(self) -> None:
-        """Wait until no step runs: the last generation may have left one of the target's that found nothing to do. While none runs."""
+        """Wait until no step runs: the last generation may have left one of the target's that found nothing to do. While none runs, and before the block is
+        reset, to which it writes as it ends. :meth:`trace` is complete then."""
         self._native.settle()
 
     def request_stop(self) -> None:

@@ -19,23 +19,24 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 12_420,
-    "pipespec_kernels": 9_195,
-    "python/pipespec": 24_370,
+    "csrc": 14_400,
+    "pipespec_kernels": 10_535,
+    "python/pipespec": 28_870,
     "python/pipespec_spd": 3_215,
     "python/pipespec_train": 1_880,
-    "bench": 9_150,
+    "bench": 9_560,
     "tools": 250,
-    "tests": 48_820,
+    "tests": 51_120,
 }
-"""Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000."""
+"""Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000, before the families and file types
+beyond LLaMA's (2,000 lines of C++, 700 of ``python/pipespec``), the server (2,500) and tiles on a GPU (750 of ``pipespec_kernels``) came."""
 
 FILE, CLASS, FUNCTION = 600, 300, 80
 """Maximum lines of a file, of a class, and of a function without its docstring. Triton kernels have no limit."""
 
 LONGER = {
     # Static caches, graphs of steps and of prompts, and what takes their place where one of them fails.
-    "python/pipespec/schedules/graphs/driver.py:GraphedDriver": 320,
+    "python/pipespec/schedules/graphs/driver.py:GraphedDriver": 322,
     # Lengths, storage, states and hidden states, and rows that begin with those of other caches.
     "python/pipespec/engine/cache_storage.py:RowStorage": 330,
     # One launch: checks of shapes, then the choice of sizes, then the call.
@@ -44,7 +45,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 62, 13_440
+MODULES, LINES = 62, 13_600
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

@@ -90,8 +90,9 @@ class Unit {
     return columns_.out + (row_ * kept + j - columns_.kept_from) * layer_.outputs();
   }
 
-  // The slot that holds the states after `count` columns: of a part of a forward that ends between
-  // kept states, that of the next ones. Negative: nobody asks for them.
+  // The slot that holds the states after `count` columns. Where a part of a forward ends between
+  // two slots, its states lie in the next slot until the next part continues. Negative: there is
+  // none.
   int64_t slot_after(int64_t count) const {
     const bool is_end = count == columns_.first || count == columns_.first + columns_.columns;
     if (!is_end || count == 0) return places_[count];

@@ -119,6 +119,14 @@ void Scheduler::join() {
   leaves_ ? launcher_->leave() : launcher_->end();
 }
 
+void Scheduler::settle() {
+  if (started_) throw std::logic_error("a generation runs: stop() it or finish() it");
+  launcher_->settle();
+  if (!leaves_ || process_ != getpid()) return;
+  drain(target_);
+  leaves_ = false;
+}
+
 void Scheduler::steer(const std::vector<u32>& lookahead) {
   if (lookahead.size() != target_)
     throw std::invalid_argument("a chain of " + std::to_string(target_ + 1) + " needs " +
@@ -256,9 +264,10 @@ void Scheduler::run_stage(u32 stage) {
       }
       if (decision.what == Decision::kFinished) {
         leaves_ = !lane.in_flight.empty();
-        lane.in_flight.clear();
+        // A step publishes its tokens before it ends: one of these may have the last ones.
+        target_steps_ += lane.in_flight.size();
         request_stop();
-        continue;
+        return;
       }
       lane.bell.sleep(heard, lane.in_flight.empty() ? kNap : launcher_->patrol_ns());
     }
@@ -292,7 +301,7 @@ void Scheduler::harvest(u32 stage) {
       lane.trace->write({lane.ended, launched.at_ns, outcome.start_ns, outcome.end_ns,
                          launched.width, outcome.fed, outcome.draft_tokens, outcome.accepted,
                          outcome.rolled_back, launched.in_flight, outcome.rollbacks, 0});
-    if (stage != target_) continue;
+    if (stage != target_ || leaves_) continue;  // those that are left count already
     ++target_steps_;
     caller_.ring();
   }

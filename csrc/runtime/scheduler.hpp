@@ -68,9 +68,9 @@ class Scheduler {
   void start();
   // Whether a generation was started and neither stop() nor finish() has returned.
   bool started() const { return started_; }
-  // While no generation runs: waits for a step that the last one has left, which found nothing to
-  // do. start() does so, too.
-  void settle() { launcher_->settle(); }
+  // While no generation runs: waits for the steps that the last one has left, whose trace follows.
+  // Before the block is reset: they write to the shadow as they end.
+  void settle();
   // Sleeps until the target has ended more than `steps` steps, until nothing runs, or until the
   // timeout. By one thread at a time.
   Progress wait(std::uint64_t steps, std::int64_t timeout_ns);
@@ -145,7 +145,8 @@ class Scheduler {
   bool target_alone_ = true;  // its next step never depends on the last one
   std::vector<std::unique_ptr<Lane>> lanes_;
   std::atomic<bool> over_{true};
-  bool leaves_ = false;  // steps in flight that find nothing to do; the target's thread writes it
+  bool leaves_ =
+      false;  // steps that find nothing to do are in flight; the target's thread writes it
   std::atomic<bool> ends_rows_{false};  // the caller has ended one before its time
   std::atomic<std::uint64_t> target_steps_{0};
   Doorbell caller_;

@@ -431,10 +431,10 @@ class Tiling(NamedTuple):
     stages: int
     span: int
 
-    @property
-    def combined(self) -> int:
-        """Spans of a tile that its last block loads at a time. With more, registers spill."""
-        return 32 // self.warps
+    def combined(self, dim: int) -> int:
+        """Spans of a tile that its last block loads at a time. With more, registers spill; with fewer of narrow heads, too, since the compiler then reckons with
+        more blocks of threads on a multiprocessor."""
+        return 32 // self.warps * (2 if dim <= 64 else 1)
 
 
 def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
@@ -541,7 +541,7 @@ def verify_attention(
                 **modes,
                 DIRECT=direct,
                 COMBINES=combines,
-                SPANS=cut.combined,
+                SPANS=cut.combined(dim),
                 BLOCK_M=cut.block_m,
                 num_warps=cut.warps,
                 num_stages=cut.stages,

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
+from pipespec.models.compat import hidden_of
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
 
@@ -171,9 +172,10 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
         if layer is module.layers[-1] and type(layer) is LlamaDecoderLayer:
             rows = _newest_only(layer, rows, length, rope, mask)
         else:
-            rows = layer(
+            outputs = layer(
                 rows, attention_mask=mask, position_embeddings=rope, position_ids=positions, past_key_values=None
             )
+            rows = hidden_of(outputs)
     rows = rows[:, -length:]
     return module.logits(rows if wanted is None else rows[wanted])
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from hypothesis import settings
 
 from tests.trials import trials
@@ -43,6 +44,7 @@ def in_child(function: Callable[[], None], *, memory: int | None = None) -> None
         status = 1
         try:
             os.close(reading)
+            torch.set_num_threads(1)  # the threads of OpenMP are not in a child, which would wait for them
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
             if memory is not None:

@@ -238,7 +238,9 @@ AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 OPTIONAL = {
     ("demo", "run.py"),
-    ("api", "server.py"),
+    ("server", "app.py"),
+    ("server", "metrics.py"),
+    ("server", "prompts.py"),
     ("pipespec", "test_serve.py"),
 }
 """The demo and the server, which no part runs. The server's tests skip themselves without its packages."""

@@ -268,7 +268,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "activation and residual do not go together", {"activation": "silu"}),
         (
             ValueError,
-            "an even number of rows, got 5",
+            "an even number of rows, in tiles of whole bands of 8, got 5",
             {"activation": "gelu", "residual": None, "bias": None, "weight": torch.ones(5, SIZE)},
         ),
         (ValueError, "residual must have shape", {"residual": torch.ones(B, 7)}),

@@ -100,6 +100,7 @@ def test_plain_text(shadowed: bool, wrong_every: tuple[int, ...], no_thread_is_l
         steps.append(block.counters(block.target, 0)["steps"])
 
     scheduler.run(on_commit)
+    scheduler.settle()
     assert 0 < steps[-1] <= LIMITS[0]  # the counters are there while the scheduler runs
     assert [text_of(block, row) for row in range(2)] == [plain(*row) for row in zip(PROMPTS, LIMITS, strict=True)]
     assert seen == sorted(seen)

@@ -1,6 +1,7 @@
 // The decoder's forward on the host: products against sums in double, and forwards of one model in
 // different shapes and with different threads, which must give the same bits. All arrays have
 // exactly their size, so that AddressSanitizer sees a read after them.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -25,6 +26,10 @@ constexpr DecoderShape kShape{40, 24, 6, 2, 20, 33, 12, 1e-6f, 0.25f, Activation
 constexpr int64_t kRoom = 1 << 20;  // for copies
 constexpr int64_t kLayers = 2, kRows = 3, kCapacity = 24;
 
+// What a model has beside attention and dense feed-forwards: experts in all layers, or a recurrent
+// part in the first one.
+enum class Parts { kNone, kExperts, kDelta, kConvolution };
+
 // A small model; `bits` of weights: 16 or 32.
 struct Model {
   std::vector<std::vector<float>> held;
@@ -46,7 +51,46 @@ struct Model {
     return {held.back().data(), DType::kFloat32};
   }
 
-  explicit Model(int bits) {
+  // A column has three of eight experts, out of two of four groups, and a shared one with a gate.
+  ExpertWeights experts(int bits) {
+    const int64_t h = kShape.hidden, count = 8, size = 21, shared = 9;
+    ExpertWeights e;
+    e.routing.experts = count, e.routing.chosen = 3, e.routing.scores = Scores::kSigmoid;
+    e.routing.is_normalised = true, e.routing.groups = 4, e.routing.chosen_groups = 2;
+    e.routing.group_best = 2, e.routing.factor = 1.5f;
+    e.intermediate = size, e.shared_intermediate = shared, e.stride = 2 * size, e.up_first = size;
+    e.limit = 0.3f;
+    e.router = random(count * h, bits), e.router_bias = random(count, bits);
+    e.choice_bias = random(count, bits);
+    e.gate = e.up = random(count * 2 * size * h, bits);
+    e.gate_bias = e.up_bias = random(count * 2 * size, bits);
+    e.down = random(count * h * size, bits), e.down_bias = random(count * h, bits);
+    e.shared_gate = random(shared * h, bits), e.shared_up = random(shared * h, bits);
+    e.shared_down = random(h * shared, bits), e.shared_router = random(h, bits);
+    return e;
+  }
+
+  RecurrentWeights recurrent(bool is_delta, int bits) {
+    const int64_t h = kShape.hidden;
+    RecurrentWeights r;
+    r.taps = 3, r.channels = 301;  // of two units of a short convolution
+    int64_t rows = 3 * r.channels, outputs = r.channels;
+    if (is_delta) {
+      const DeltaShape& d = r.delta = {2, 6, 5, 19};
+      outputs = d.value_heads * d.value_dim;
+      rows = r.channels = 2 * d.key_heads * d.key_dim + outputs;
+      r.gates = random(outputs * h, bits), r.norm = random(d.value_dim, bits);
+      r.beta = random(d.value_heads * h, bits), r.decay = random(d.value_heads * h, bits);
+      r.decay_log = random(d.value_heads, bits), r.decay_bias = random(d.value_heads, bits);
+    } else {
+      r.in_bias = random(rows, bits), r.out_bias = random(h, bits);
+    }
+    r.in = random(rows * h, bits), r.out = random(h * outputs, bits);
+    r.kernel = random(r.channels * r.taps, bits), r.kernel_bias = random(r.channels, bits);
+    return r;
+  }
+
+  explicit Model(int bits, Parts parts = Parts::kNone) {
     const DecoderShape& s = kShape;
     const int64_t q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
     for (int64_t i = 0; i < kLayers; ++i) {
@@ -59,6 +103,14 @@ struct Model {
       l.down = random(s.hidden * s.intermediate, bits);
       l.k_bias = random(kv, bits), l.down_bias = random(s.hidden, bits);
       l.q_norm = random(s.head_dim, bits), l.k_norm = random(s.head_dim, bits);
+      const Weights none;
+      if (parts == Parts::kExperts) {
+        l.gate = l.up = l.down = l.down_bias = none;
+        l.experts = experts(bits);
+      } else if (parts != Parts::kNone && i == 0) {
+        l.q = l.k = l.v = l.o = l.k_bias = l.q_norm = l.k_norm = none;
+        l.recurrent = recurrent(parts == Parts::kDelta, bits);
+      }
       layers.push_back(l);
     }
     ends.embedding = random(s.vocabulary * s.hidden, bits);
@@ -67,9 +119,39 @@ struct Model {
   }
 };
 
+// The states of one recurrent layer after each of `columns` columns: zeros, and then NaNs.
+struct Held {
+  std::vector<unsigned char> inputs;
+  std::vector<float> states;
+  std::vector<int64_t> places;
+  States all{};
+
+  Held(const RecurrentWeights& r, int64_t columns, DType dtype) {
+    const int64_t item = dtype == DType::kFloat32 ? 4 : 2, slots = columns + 1;
+    const DeltaShape& d = r.delta;
+    const int64_t size = kRows * d.value_heads * d.key_dim * d.value_dim;
+    const int64_t input_size = kRows * r.channels * r.taps * item;
+    inputs.assign(size_t(slots * input_size), 0xFF);
+    states.assign(size_t(slots * size), std::nanf(""));
+    std::fill_n(inputs.begin(), input_size, static_cast<unsigned char>(0));
+    std::fill_n(states.begin(), size, 0.0f);
+    all = {inputs.data(), dtype, states.data(), slots, kRows, nullptr};
+  }
+
+  // For a forward of `fed` columns after `at`. Those after every other column are not kept.
+  const States* from(int64_t at, int64_t fed) {
+    places.clear();
+    for (int64_t r = 0; r < kRows; ++r)
+      for (int64_t j = 0; j <= fed; ++j)
+        places.push_back(j == 0 || j == fed || j % 2 == 0 ? at + j : -1);
+    all.places = places.data();
+    return &all;
+  }
+};
+
 // Feeds `columns` tokens to all rows in pieces of `width`; returns all logits.
 std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, DType cache_dtype,
-                        int threads) {
+                        int threads, const RecurrentWeights& recurrent = {}) {
   const DecoderShape& s = kShape;
   const int64_t item = cache_dtype == DType::kFloat32 ? 4 : 2;
   const int64_t capacity = std::max(columns, kCapacity);
@@ -86,6 +168,7 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
   std::vector<int32_t> tokens;
   for (int64_t i = 0; i < kRows * columns; ++i) tokens.push_back(int32_t(i * 7 % s.vocabulary));
 
+  Held held(recurrent, columns, cache_dtype);
   std::vector<float> all(size_t(kRows * columns * s.vocabulary));
   for (int64_t at = 0; at < columns; at += width) {
     const int64_t fed = std::min(width, columns - at);
@@ -93,7 +176,8 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
     std::vector<float> out(size_t(kRows * fed * s.vocabulary));
     decoder.step({tokens.data() + at, 4, columns, 1}, cache,
                  {kRows, fed, lengths.data(), cos.data(), sin.data(), capacity}, fed, out.data(),
-                 DType::kFloat32, threads);
+                 DType::kFloat32, threads, {},
+                 recurrent.channels == 0 ? nullptr : held.from(at, fed));
     for (int64_t r = 0; r < kRows; ++r)
       std::copy(out.begin() + r * fed * s.vocabulary, out.begin() + (r + 1) * fed * s.vocabulary,
                 all.begin() + (r * columns + at) * s.vocabulary);
@@ -181,6 +265,36 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
       }
     }
   });
+}
+
+TEST(parts_give_the_same_bits_in_all_shapes) {
+  with_each_variant([&](const std::string&) {
+    for (const Parts parts : {Parts::kExperts, Parts::kDelta, Parts::kConvolution}) {
+      const Model model(32, parts);
+      const RecurrentWeights& recurrent = model.layers[0].recurrent;
+      const Decoder decoder(kShape, model.layers, model.ends, 3);
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1, recurrent);
+        CHECK(std::all_of(expected.begin(), expected.end(),
+                          [](float x) { return std::isfinite(x); }));
+        for (int64_t width : {3, 7, 24})
+          for (int threads : {1, 3})
+            CHECK(feed(decoder, kCapacity, width, dtype, threads, recurrent) == expected);
+      }
+    }
+  });
+}
+
+// More columns than go through the layers at once, where those of a piece end between kept states.
+TEST(long_forwards_of_parts_give_the_same_bits) {
+  constexpr int64_t kColumns = 400;
+  for (const Parts parts : {Parts::kExperts, Parts::kDelta, Parts::kConvolution}) {
+    const Model model(16, parts);
+    const RecurrentWeights& recurrent = model.layers[0].recurrent;
+    const Decoder decoder(kShape, model.layers, model.ends, 2);
+    const std::vector<float> expected = feed(decoder, kColumns, 50, DType::kFloat32, 1, recurrent);
+    CHECK(feed(decoder, kColumns, kColumns, DType::kFloat32, 2, recurrent) == expected);
+  }
 }
 
 // Four threads for six heads of keys: narrow forwards share the spans of positions among them.

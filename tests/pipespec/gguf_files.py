@@ -173,7 +173,7 @@ def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, 
         if tensor.type == 0:
             writer.add_tensor(name, file.floats(tensor).numpy())
         else:
-            data = file.stored(tensor).numpy().reshape(tensor.shape[0], -1)
+            data = file.stored(tensor).numpy().reshape(*tensor.shape[:-1], -1)
             writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(tensor.type))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

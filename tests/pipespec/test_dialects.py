@@ -7,7 +7,10 @@ import random
 
 import pytest
 
-from pipespec.api.server.dialects import DIALECTS, PLAIN, AnswerParser, dialect_of
+for package in ("starlette", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra `serve` is not installed")
+
+from pipespec.api.server.dialects import DIALECTS, PLAIN, AnswerParser, dialect_of  # noqa: E402
 
 HERMES, CODER, MISTRAL = DIALECTS["<tool_call>"], DIALECTS["<function="], DIALECTS["[TOOL_CALLS]"]
 LLAMA, GEMMA, THOUGHTS = DIALECTS['"parameters":'], DIALECTS["<|tool_call>call:"], DIALECTS["</think>"]
@@ -57,6 +60,32 @@ def test_parts(dialect, text, content, thoughts, calls) -> None:
     draw = random.Random(0)
     for _ in range(30):
         assert parsed(dialect, text, draw) == (content, thoughts, calls)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "text"),
+    [
+        (HERMES, 'so:  \n<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>\n\n<tool_call>{}</tool_call> '),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
+        (HERMES, r'<tool_call>{"name": "f", "arguments": {"x": "\ud800"}}</tool_call>'),
+        (HERMES, r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}</tool_call>"),
+        (LLAMA, ' \n{"name": "f"} '),
+        (CODER, "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+        (CODER, "<tool_call><function=f><parameter=a>1</parameter>more</function></tool_call>"),
+        (GEMMA, '<|tool_call>call:f{a:"\\u00019"}<tool_call|>'),
+        (GEMMA, "ok <|tool_call>call:f"),
+    ],
+)
+def test_what_cannot_be_sent_as_a_call_is_text_to_the_last_space(dialect, text) -> None:
+    draw = random.Random(2)
+    for _ in range(5):
+        assert parsed(dialect, text, draw) == (text, "", [])
+
+
+def test_values_of_tagged_parameters() -> None:
+    text = "<tool_call><function=f><parameter=a>NaN</parameter><parameter=b>[1]</parameter></function></tool_call>"
+    assert parsed(CODER, text, random.Random(3)) == ("", "", [("f", {"a": "NaN", "b": [1]})])
 
 
 def test_thoughts_that_the_prompt_has_opened() -> None:

@@ -205,6 +205,13 @@ def check_bundled(bundled, monkeypatch, own, ours):
     forms.check_outputs(ModelParts.of(model), given, forms.probed(own), forms.probed(ours))
 
 
+def test_a_model_that_is_not_its_parts_is_no_measure(bundled, monkeypatch):
+    """Its error would allow any other."""
+    exact = bundled[2]
+    with pytest.raises(NotReadable, match="differ from those of its layers one after the other"):
+        check_bundled(bundled, monkeypatch, (3 * exact).bfloat16(), exact)
+
+
 def test_equally_good_roundings_are_not_refused(bundled, monkeypatch):
     """A library may choose another kernel for a merged matrix, which changes one last bit in a thousand. No such form is worse than another."""
     model, given, _ = bundled

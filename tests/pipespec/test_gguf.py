@@ -363,6 +363,58 @@ def test_nvfp4_has_a_factor_of_the_matrix(tmp_path):
     torch.testing.assert_close(dequantize(matrix), expected * np.float32(0.37))
 
 
+@pytest.mark.parametrize(
+    ("kind", "factor", "says"),
+    [
+        ("NVFP4", [math.nan], r"tensor blk\.1\.ffn_up\.scale holds .* not finite"),
+        ("NVFP4", [1.0, 2.0], r"tensor blk\.1\.ffn_up\.scale is \[2\] of the type F32, and blk\.1\.ffn_up\.weight has 1 factors"),
+        ("IQ2_XS", [3.0], r"tensor blk\.1\.ffn_up\.scale has no place in a llama model"),
+    ],
+)  # fmt: skip
+def test_other_factors_of_matrices_are_refused(tmp_path, kind, factor, says):
+    write(tiny("llama", LARGE), tmp_path / "m.gguf")
+    file, kind = GgufFile.open(tmp_path / "m.gguf"), gguf.GGMLQuantizationType[kind]
+    new = {
+        "blk.1.ffn_up.weight": (random_blocks(kind, 512, 256), kind),
+        "blk.1.ffn_up.scale": (np.array(factor, np.float32), None),
+    }
+    write_again(file, tmp_path / "odd.gguf", [*{**file.tensors, **new}], new)
+    with pytest.raises(ValueError, match=says):
+        load_model(tmp_path / "odd.gguf")
+
+
+def test_experts_of_nvfp4_have_a_factor_each(tmp_path):
+    sizes = LARGE | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+    write(tiny("qwen3_moe", sizes), tmp_path / "m.gguf", metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
+    file, kind = GgufFile.open(tmp_path / "m.gguf"), gguf.GGMLQuantizationType.NVFP4
+    data, factors = random_blocks(kind, 4 * 64, 256), np.array([0.5, 1.0, 2.0, 0.25], np.float32)
+    new = {
+        "blk.1.ffn_up_exps.weight": (data.reshape(4, 64, -1), kind),
+        "blk.1.ffn_up_exps.scale": (factors, None),
+        "blk.1.ffn_up_exps.input_scale": (np.ones(4, np.float32), None),
+    }
+    write_again(file, tmp_path / "odd.gguf", [*{**file.tensors, **new}], new)
+    matrix = load_model(tmp_path / "odd.gguf").model.layers[1].mlp.experts.up.matrix
+    expected = gguf.dequantize(data, kind).astype(np.float32).reshape(4, 64, 256) * factors[:, None, None]
+    assert torch.equal(dequantize(matrix), torch.from_numpy(expected).view(256, 256))
+
+
+def test_scales_of_mxfp4_whose_weights_are_not_finite_are_named(tmp_path):
+    write(tiny("llama"), tmp_path / "m.gguf", "mxfp4")
+    content, tensor = (
+        bytearray((tmp_path / "m.gguf").read_bytes()),
+        GgufFile.open(tmp_path / "m.gguf").tensors["blk.0.ffn_up.weight"],
+    )
+    content[tensor.begin] = 252
+    (tmp_path / "m.gguf").write_bytes(content)
+    assert dequantize(load_model(tmp_path / "m.gguf").model.layers[0].mlp.up_proj.matrix).isfinite().all()
+    content[tensor.begin] = 253
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tensor blk\.0\.ffn_up\.weight has scales whose weights are not finite"):
+        load_model(tmp_path / "m.gguf")
+
+
 # ---- damage
 
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
@@ -530,3 +531,19 @@ def test_a_planted_fault_is_caught(gpu, monkeypatch, name):
     expected, how, calls = FAULTS[name]
     found = planted_is_caught(gpu, how, calls, monkeypatch)
     assert re.search(expected, found), found or "not caught"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_cache_of_the_caller_after_a_captured_call(gpu, rows):
+    """A step that the call before has left says nothing about it, whatever the number of rows was."""
+    model = random_llama(3)
+    twin, options = copy.deepcopy(model), {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    options |= {"return_dict_in_generate": True}
+    ids, other = (torch.stack(random_prompts(n, seed=5, shortest=9, longest=9)) for n in (rows, 3 - rows))
+    with Pipeline(model, [noisy(model, 0.05)], **HOW["rounds"]) as pipe, Pipeline(twin, schedule="plain") as alone:
+        before = alone.generate(ids, past_key_values=DynamicCache(config=twin.config), **options)
+        given = copy.deepcopy(before.past_key_values)
+        wanted = alone.generate(before.sequences, past_key_values=before.past_key_values, **options).sequences
+        pipe.generate(other, **options | {"max_new_tokens": 30})
+        assert torch.equal(pipe.generate(before.sequences, past_key_values=given, **options).sequences, wanted)
+    clean(gpu)

@@ -287,3 +287,69 @@ def test_head_and_embedding_are_put_in_blocks_on_request(tmp_path):
     assert target.lm_head.form.format == target.model.embed_tokens.form.format == "q8_0"
     for name, expected in values.items():
         assert torch.equal(dequantize(target.get_submodule(name).matrix), expected)
+
+
+def packed_experts(model, tensors):
+    """Pack the experts of gpt-oss in place. Returns the values of the matrices ``[experts, inputs, outputs]``."""
+    values = {}
+    for seed, (name, module) in enumerate(model.named_modules()):
+        for part in ("gate_up_proj", "down_proj") if name.endswith("experts") else ():
+            count, inputs, outputs = getattr(module, part).shape
+            made = Matrix(count * outputs, inputs, seed=seed)
+            stored = made.floats("mxfp4")
+            del tensors[f"{name}.{part}"]
+            tensors[f"{name}.{part}_blocks"] = stored["weight_packed"].view(count, outputs, -1, 16)
+            tensors[f"{name}.{part}_scales"] = stored["weight_scale"].view(count, outputs, -1)
+            values[f"{name}.{part}"] = made.values.view(count, outputs, inputs).mT
+    return values
+
+
+def gpt_oss(folder):
+    model = tiny("gpt_oss", num_local_experts=4, num_experts_per_tok=2, sliding_window=32)
+    save(model, folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    tensors = load_file(folder / "model.safetensors")
+    with torch.no_grad():
+        for name, values in packed_experts(model, tensors).items():
+            model.get_parameter(name).copy_(values)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return model, tensors
+
+
+def test_experts_of_gpt_oss_stay_in_blocks(tmp_path):
+    model, _ = gpt_oss(tmp_path)
+    found = load_model(tmp_path)
+    for own, like in zip(found.model.layers, model.model.layers, strict=True):
+        count = own.mlp.experts.num_experts
+        gate, up, down = (
+            dequantize(getattr(own.mlp.experts, part).matrix).unflatten(0, (count, -1))
+            for part in ("gate", "up", "down")
+        )
+        both = like.mlp.experts.gate_up_proj.mT
+        assert torch.equal(gate, both[:, ::2])
+        assert torch.equal(up, both[:, 1::2])
+        assert torch.equal(down, like.mlp.experts.down_proj.mT)
+    with torch.inference_mode():
+        logits = [each(input_ids=TEXT).logits for each in (found, model)]
+    assert (logits[0] - logits[1]).norm() < 0.05 * logits[1].norm()
+    with Pipeline(tmp_path) as pipe:
+        pipe.generate(TEXT, max_new_tokens=4, do_sample=False)
+        assert pipe.report.stages[-1].forward == "native"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"), r"experts: there is no down_proj_scales"),
+        (lambda t: t["model.layers.0.mlp.experts.down_proj_scales"].fill_(255), "down_proj_scales is damaged"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.experts.gate_up_proj_bias": torch.zeros(4, 3)}),
+            r"gate_up_proj_bias is \[4, 3\], and this model's \[4, 192\]",
+        ),
+    ],
+)
+def test_damaged_experts_of_gpt_oss_are_named(tmp_path, change, says):
+    _, tensors = gpt_oss(tmp_path)
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=says):
+        load_model(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import GenerationMixin, LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
@@ -70,6 +71,11 @@ def test_a_known_model_is_looked_at_once(model, monkeypatch):
 
 
 CODE = [name for name in hostile.CHANGES if name.startswith(("class", "forward", "apply", "rotate", "F.", "torch", "attention", "hook", "pre-", "global", "wrapped", "own", "get_interface", "another registry", "another torch", "RoPE", "property"))]  # fmt: skip
+
+
+if transformers.__version__.startswith("5.0."):
+    CODE.remove("get_interface() of the registry")  # 5.0 calls neither
+    CODE.remove("class of new caches")
 
 
 @pytest.mark.parametrize("name", CODE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
@@ -12,11 +13,17 @@ from pipespec.models import families
 from tests.kernels.implementations import VARIANTS, simd
 from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make, model_of
 
+IS_5_0 = transformers.__version__.startswith("5.0.")
+OTHER_IN_5_0 = ("phimoe, window", "granitemoe", "dots1, mixed") if IS_5_0 else ()
+"""Models whose modules are others in transformers 5.0, so that they have no native form there."""
+
 RECURRENT = [name for name in TINY_MODELS if "recurrent" in name]
 NAMES = RECURRENT + [
     name
     for name, (kind, _) in TINY_MODELS.items()
-    if name not in RECURRENT and families.FAMILIES[kind].routing is not None and families.FAMILIES[kind].prefix
+    if name not in (*RECURRENT, *OTHER_IN_5_0)
+    and families.FAMILIES[kind].routing is not None
+    and families.FAMILIES[kind].prefix
 ]
 WIDTHS = (1, 1, 3, 16, 1, 18)
 
@@ -74,6 +81,7 @@ def test_long_texts_are_read_in_pieces(name):
         check(model, ids, widths=(600, 1, 39))
 
 
+@pytest.mark.skipif(IS_5_0, reason="dots1 has other modules in transformers 5.0")
 @pytest.mark.parametrize("options", [
     {"n_group": 4, "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 1.7},
     {"n_group": 2, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 0.6},

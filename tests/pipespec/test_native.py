@@ -27,7 +27,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.models.gemma import modeling_gemma
 
 import pipespec
 import pipespec_spd.sections as sections_module
@@ -75,10 +74,6 @@ MODELS = {
     "phi3": (PHI3, {"sliding_window": None, **rope("default", partial_rotary_factor=0.5)}),
     "gemma": (GEMMA, {"head_dim": 32}),
 }  # fmt: skip
-
-SCALES_OUTSIDE = not hasattr(modeling_gemma, "GemmaTextScaledWordEmbedding")
-if SCALES_OUTSIDE:
-    del MODELS["gemma"]
 
 
 def make(name="llama", dtype=torch.float32, seed=0, **more):
@@ -378,18 +373,6 @@ FAULTS = {
 }
 
 
-def test_an_embedding_that_is_scaled_elsewhere(monkeypatch):
-    """As Gemma's in transformers 5.0: named before anything is packed."""
-    kind, config = GEMMA
-    model = kind(config(hidden_size=64, intermediate_size=80, num_hidden_layers=1, head_dim=16, vocab_size=97)).eval()
-    if not SCALES_OUTSIDE:
-        # A class of its own would be named as such.
-        model.model.embed_tokens = nn.Embedding.from_pretrained(model.model.embed_tokens.weight, freeze=False).eval()
-        model.tie_weights()
-    monkeypatch.setattr(native, "NativeDecoder", None)
-    assert form_of(model) == "transformers: its embedding is scaled outside of the embedding's module"
-
-
 def test_weights_that_are_not_finite_keep_the_models_forward():
     model = make()
     with torch.no_grad():
@@ -429,7 +412,7 @@ def test_copies_are_freed_with_the_model_and_on_request():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_users_defaults_of_torch_are_not_the_forms(dtype):
     """The default device and dtype of new tensors, while a model is packed, checked and called. (A check makes tensors of transformers' own on the default device.)"""
-    models, tokens = [make(name, dtype) for name in ("llama", "gemma") if name in MODELS], ids(2, 9)
+    models, tokens = [make(name, dtype) for name in ("llama", "gemma")], ids(2, 9)
     wanted = [logits_of(copy.deepcopy(model), tokens) for model in models]
     caches = [RowCache.for_model(model, 2, 16) for model in models]
     torch.set_default_dtype(torch.float64)

@@ -235,7 +235,7 @@ CHAINS: list[Row] = [
     (ValueError, "does not go with an n-gram draft", lambda g: Pipeline(g.model, ["ngram", g.draft()], acceptance="rejection")),
     *((error, says, lambda g, given=given: weights_of_each(given, ["draft 0", "draft 1", "target"])) for error, says, given in (
         (ValueError, "there is no stage 'draft 2'", {"draft 2": "q8_0"}), (ValueError, "one for all, or one per stage", ["q8_0"]),
-        (ValueError, "weights='q3_k': the weight formats are q8_0, ", "q3_k"), (TypeError, "weights: ", 5), (TypeError, "weights: ", [5] * 3))),
+        (ValueError, "weights='q3_x': the weight formats are q8_0, ", "q3_x"), (TypeError, "weights: ", 5), (TypeError, "weights: ", [5] * 3))),
 ]  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -146,6 +148,20 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"max_tokens": -1}, "max_tokens", "must be at least 1"),
         ({"max_tokens": "5"}, "max_tokens", "must be an integer, not '5'"),
         ({"max_tokens": 2.7}, "max_tokens", "must be an integer, not 2.7"),
+        ({"top_k": 10**400}, "top_k", "must be an integer"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty", "must be a number"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers of float32"),
+        ({"logit_bias": {"5": math.inf}}, None, "no JSON"),
+        ({"logit_bias": {"5": 1e39}}, "logit_bias", "must be numbers of float32"),
+        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
+        ({"min_tokens": 9, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
+        ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
+            "tool_choice",
+            "must be none, auto",
+        ),
+        ({"generation_config": {"eos_token_id": 5}}, "generation_config.eos_token_id", "is no option"),
         ({"stop": 5}, "stop", "a string or a list of strings"),
         ({"stop": [5]}, "stop", "a string or a list of strings"),
         ({"stream": "yes"}, "stream", "must be true or false"),
@@ -158,7 +174,7 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"generation_config": {"num_beams": 2}}, None, "num_beams=2 is not supported"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable of a template"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
     for stream in ({}, {"stream": True}):
@@ -166,6 +182,12 @@ def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: s
         assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
         assert message in answer.error["message"]
         assert answer.error["message"].startswith((param or "").partition("[")[0]) or param is None
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text(with_tools: Served) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "[" * 3000}}
+    answer = with_tools.chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
+    assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -178,12 +200,13 @@ def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: s
         ({"prompt": [1, True]}, "prompt[1]"),
         ({"prompt": [1, 10**9]}, "prompt[1]"),
         ({"prompt": [[1], []]}, "prompt[1]"),
+        ({"prompt": ["a"] * 2049}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 2}, "best_of"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_completions_that_are_refused(served: Served, fields: dict[str, Any], param: str) -> None:
     answer = served.complete(**fields)
@@ -330,6 +353,63 @@ def test_thoughts_are_told_apart(pipe: Pipeline) -> None:
     assert whole["message"]["content"] == joined(events) == "It is the average. "
 
 
+WRITTEN = "<think>\nmean: average\n</think>\n\nI look it up.\n" + CALL
+
+
+def test_anthropics_messages(pipe: Pipeline) -> None:
+    tokenizer = tokenizer_with(TOOLS_TEMPLATE)
+    tool = {"name": "look_up", "input_schema": TOOL["function"]["parameters"]}
+    asked = {"messages": [USER], "system": "Be brief.", "tools": [tool], "max_tokens": 200}
+    with serving(Scripted(pipe, tokenizer, [WRITTEN, WRITTEN, "a <think> b"]), tokenizer) as served:
+        whole = served.ask("/v1/messages", asked).json
+        events = served.ask("/v1/messages", asked | {"stream": True}).events
+        cut = served.ask("/v1/messages", asked | {"max_tokens": 1}).json
+        counted = served.ask("/v1/messages/count_tokens", asked).json["input_tokens"]
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text", "tool_use"]
+    assert (whole["content"][0]["thinking"], whole["content"][1]["text"]) == ("mean: average", "I look it up.")
+    assert whole["content"][2]["input"] == {"word": "mean"}
+    assert (whole["stop_reason"], cut["stop_reason"]) == ("tool_use", "max_tokens")
+    assert whole["usage"]["input_tokens"] == events[0]["message"]["usage"]["input_tokens"] == counted
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
+    assert events[-2]["usage"] == whole["usage"]
+    for index, block in enumerate(whole["content"]):
+        own = [event for event in events if event.get("index") == index]
+        assert (own[0]["type"], own[-1]["type"]) == ("content_block_start", "content_block_stop")
+        deltas = [event["delta"] for event in own[1:-1]]
+        text = "".join(delta.get("thinking") or delta.get("text") or delta.get("partial_json") for delta in deltas)
+        assert text == block.get("thinking", block.get("text")) or json.loads(text) == block["input"]
+
+
+def test_openais_responses(pipe: Pipeline) -> None:
+    tokenizer = tokenizer_with(TOOLS_TEMPLATE)
+    asked = {
+        "input": "the mean of values",
+        "tools": [{"type": "function", **TOOL["function"]}],
+        "max_output_tokens": 200,
+    }
+    with serving(Scripted(pipe, tokenizer, [WRITTEN, WRITTEN, "cut"]), tokenizer) as served:
+        whole = served.ask("/v1/responses", asked).json
+        events = served.ask("/v1/responses", asked | {"stream": True}).events
+        cut = served.ask("/v1/responses", asked | {"max_output_tokens": 1}).json
+        several = served.ask("/v1/responses", asked | {"n": 2})
+    assert (whole["status"], cut["status"]) == ("completed", "incomplete")
+    assert (several.status, several.error["param"]) == (400, "n")
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert (last["type"], last["response"]["usage"]) == ("response.completed", whole["usage"])
+    for index, item in enumerate(last["response"]["output"]):
+        # But for their ids, the items are those of the whole answer.
+        assert [item.get(name) for name in ("type", "content", "arguments")] == [whole["output"][index].get(name) for name in ("type", "content", "arguments")]  # fmt: skip
+        own = [event for event in events if event.get("output_index") == index]
+        assert (own[0]["type"], own[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert own[-1]["item"] == item
+        assert {event.get("item_id", item["id"]) for event in own} == {item["id"]}
+        text = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert text == (item["arguments"] if "arguments" in item else item["content"][0]["text"])
+
+
 def test_a_call_can_be_forced(with_tools: Served) -> None:
     pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
     other = {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}}}  # fmt: skip
@@ -472,6 +552,20 @@ def test_turns_go_to_who_has_computed_least() -> None:
         may_end.set()
         turn.step()
     assert order == ["long", *["short"] * 5, "long", "long"]
+
+
+def test_half_requests_keep_nobody_out(pipe: Pipeline) -> None:
+    """A body that does not come has no place in the queue."""
+    half = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
+    with serving(pipe, tokenizer_with(TEMPLATE), parallel=1, queue=1) as served:
+        connections = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(8)]
+        for connection in connections:
+            connection.sendall(half)
+        until(lambda: served.service._unread == 8, "all bodies have begun")
+        assert served.complete().status == 200
+        for connection in connections:
+            connection.close()
+        until(lambda: served.service._unread == 0, "they have ended")
 
 
 def test_health_while_large_bodies_are_read(served: Served) -> None:

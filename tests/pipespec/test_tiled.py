@@ -172,6 +172,15 @@ def test_blocks_that_were_moved_are_refused():
         linear.to("meta")(torch.randn(1, 32))
 
 
+def test_experts_in_blocks_are_refused(tmp_path):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | experts)
+    gguf_files.write(model, tmp_path / "m.gguf", metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
+    with pytest.raises(ValueError, match="experts in blocks are multiplied on the CPU only"):
+        on_gpu(load_model(tmp_path / "m.gguf"), "cpu", torch.float32)
+
+
 def test_a_worker_builds_the_same_modules():
     model = on_gpu(quantized(make("gemma", vocab_size=VOCABULARY), "q4_0"), "cpu", torch.bfloat16)
     built = skeleton(type(model), model.config, pickle.loads(pickle.dumps(described(model))))
@@ -183,9 +192,16 @@ def test_a_worker_builds_the_same_modules():
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"), [("plain", "prompt"), ("rounds", "greedy"), ("rounds", "sampled"), ("streams", "greedy")]
+    ("how", "kind", "exact"),
+    [
+        ("plain", "prompt", False),
+        ("plain", "prompt", True),
+        ("rounds", "greedy", False),
+        ("rounds", "sampled", False),
+        ("streams", "greedy", False),
+    ],
 )
-def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind):
+def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind, exact):
     """With a draft in 4 bits: the text of plain decoding without graphs."""
     target, draft = (load_model(path, dtype="float32", device="cuda") for path in files)
     lengths = {"shortest": 70, "longest": 120} if kind == "prompt" else {"shortest": 6}
@@ -200,11 +216,11 @@ def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind):
     options |= {"seed": [3, 4], "temperature": 0.8} if kind == "sampled" else {}
     twin = copy.deepcopy(target)
     with gpu.watching(), warnings.catch_warnings(action="error"):
-        with Pipeline(target, [] if how == "plain" else [draft], **HOW[how]) as pipe:
+        with Pipeline(target, [] if how == "plain" else [draft], exact=exact, **HOW[how]) as pipe:
             text = pipe.generate(ids, **options)
             assert pipe.report.schedule == HOW[how]["schedule"]
             for stage in pipe._driver.stages:
-                assert described_form(stage.model, stage.buffers.cache) == "fused"
+                assert described_form(stage.model, stage.buffers.cache) == ("fused, exact" if exact else "fused")
     twin.set_attn_implementation("sdpa")
     with Pipeline(twin, schedule="plain") as alone:
         assert torch.equal(text, alone.generate(ids, **options))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.models.compat import counts_columns
+
 VOCABULARY = 97
 WINDOW = 7
 LAYERS = 4
@@ -72,7 +74,7 @@ RECURRENT = HEADS | {
 }
 SHORT_CONVOLUTION = {
     "conv_L_cache": 3,
-    "block_auto_adjust_ff_dim": False,
+    "block_multiple_of": 8,
     "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
@@ -123,8 +125,8 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """By name: type of the model and what its configuration has in addition to SIZES."""
 
-LACKING = {name: kind for name, (kind, _) in TINY_MODELS.items() if kind not in CONFIG_MAPPING}
-"""Families that the installed transformers does not have, with their types."""
+LACKING = {name: kind for name, (kind, _) in TINY_MODELS.items() if kind not in CONFIG_MAPPING or counts_columns(kind)}
+"""Families that the installed transformers does not have, or not in a form that can run here, with their types."""
 
 for name in LACKING:
     del TINY_MODELS[name]

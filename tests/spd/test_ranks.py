@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -301,6 +302,25 @@ def test_signs_of_life_go_on_while_a_link_closes():
     link.close()
     assert len(waited) == 8
     assert isinstance(waited[-1], timedelta)
+
+
+@pytest.mark.parametrize("leave", [lambda ranks: ranks.failed("made to fail"), Ranks.leave])
+def test_a_store_that_hangs_holds_no_rank_that_ends(monkeypatch, leave):
+    """The process that holds the store was stopped. What this rank writes at its end would wait for it forever."""
+    monkeypatch.setattr(transport, "SILENCE_S", 0.05)
+    monkeypatch.setattr(transport, "GRACE_S", 0.05)
+    ranks, ended = Ranks(dist.HashStore(), 0, 1), []
+    ranks.watch(ended.append)
+
+    def hangs(*arguments):
+        until(lambda: ended, "the process would end")
+        raise ArithmeticError
+
+    ranks._store = types.SimpleNamespace(set=hangs, compare_set=hangs, check=lambda names: True)
+    leave(ranks)
+    ranks.stop()
+    (words,) = ended
+    assert words.startswith("pipespec: rank 0 ends: ")
 
 
 class Broken:

@@ -90,7 +90,7 @@ class Served(NamedTuple):
         return {" ".join(filter(None, row[:3])): float(row[3]) for row in found}
 
 
-ABSENT = object()
+ABSENT = type("Absent", (), {"__repr__": lambda self: "absent"})()
 """Stands for a field that a request does not have."""
 
 

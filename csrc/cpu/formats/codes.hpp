@@ -18,7 +18,7 @@ struct Plain {
 
   static int value(uint8_t code) { return int(code) - kOffset; }
   template <class V>
-  static void unpack(const unsigned char* from, typename V::Bytes (&bytes)[8]) {
+  PIPESPEC_UNPACK static void unpack(const unsigned char* from, typename V::Bytes (&bytes)[8]) {
     Slice<kBits>::template unpack<V>(from, bytes);
   }
 };
@@ -31,7 +31,7 @@ struct Lookup {
 
   static int value(uint8_t code) { return Table::kValues[code]; }
   template <class V>
-  static void unpack(const unsigned char* from, typename V::Bytes (&bytes)[8]) {
+  PIPESPEC_UNPACK static void unpack(const unsigned char* from, typename V::Bytes (&bytes)[8]) {
     Slice<4>::template unpack<V>(from, bytes);
     const auto table = V::load_table(kTable.bytes);
 #pragma GCC unroll 8

@@ -18,6 +18,9 @@ struct Vnni : Avx512 {
 
   template <int64_t kBytes>
   static void prefetch(const unsigned char* p) {
+    // Keeps gcc from moving those of a whole block to its beginning, where they wait for each
+    // other.
+    asm volatile("");
 #pragma GCC unroll 64
     for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(p + kPrefetchBytes + i);
   }

@@ -7,6 +7,14 @@
 #include <stdint.h>
 #include <string.h>
 
+// Always inline: a call passes eight vectors through memory, which takes longer than to make them.
+// Without vectors they are loops, and gcc takes minutes for all of them in one function.
+#ifdef __AVX2__
+#define PIPESPEC_UNPACK [[gnu::always_inline]]
+#else
+#define PIPESPEC_UNPACK
+#endif
+
 namespace pipespec::cpu {
 namespace {
 
@@ -39,7 +47,7 @@ struct Slice {
 
   // The codes of V::kLanes outputs: vector i has inputs 4 i .. 4 i + 3.
   template <class V>
-  static void unpack(const unsigned char* from, typename V::Bytes (&codes)[8]) {
+  PIPESPEC_UNPACK static void unpack(const unsigned char* from, typename V::Bytes (&codes)[8]) {
     typename V::Bytes rows[kBits];
 #pragma GCC unroll 8
     for (int row = 0; row < kBits; ++row) rows[row] = V::load_bytes(from + 64 * row);

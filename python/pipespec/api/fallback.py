@@ -103,6 +103,9 @@ def decode(
     seeds = seeds if config.do_sample else None
     mask = model_kwargs.get("attention_mask")
     if mask is None or mask.ndim != 2:
+        if mask is None:
+            # The loop of transformers 5.0 extends any mask that is named.
+            model_kwargs.pop("attention_mask", None)
         mask = input_ids.new_ones((rows, mask_columns_of_call(config, model_kwargs.get("position_ids"), width)))
     if cache is not None:
         model_kwargs["past_key_values"] = cache

@@ -16,6 +16,7 @@ from pipespec.config import WIDTH
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
 from pipespec.engine.inputs import stage_names
 from pipespec.errors import UnsupportedInput
+from pipespec.models.compat import counts_columns, weightless
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, mask_windows, takes_mask_per_type
 from pipespec.models.properties import embedding_size, rope_changes_at, rope_type, text_config
@@ -133,6 +134,11 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
         raise TypeError(
             f"{name} is a {kind} with windows in some of its layers, and its forward() takes one mask for all of them"
         )
+    if counts_columns(config.model_type):
+        raise TypeError(
+            f"{name} is a {kind}, whose queries depend on the columns of the batch in this version of transformers, so that rows of other lengths change "
+            "the text: install a newer version"
+        )
     if layout.states is None and kind not in NATIVE_CLASSES and not _stores(model, layout):
         raise TypeError(
             f"{name} is a {kind} whose layers do not each store the keys and values that its configuration says; no cache here can roll that back"
@@ -162,10 +168,10 @@ class _Stored(DynamicCache):
 def _stores(model: PreTrainedModel, layout: CacheLayout) -> bool:
     """Whether the layers of a model of an unknown family store what its configuration says.
 
-    A copy without weights runs one token on the meta device. Where its operations wait for data (experts), the layers before count.
+    A copy without weights runs one token. Where its operations wait for data (experts), the layers before count.
     """
     stored, expected = _Stored(), [(i, *layout[:3]) for i in range(len(layout.windows))]
-    with suppress(Exception), torch.device("meta"), torch.inference_mode():
+    with suppress(Exception), weightless(), torch.inference_mode():
         meta_model = type(model)(copy.deepcopy(model.config)).eval()
         meta_model(
             input_ids=torch.zeros((1, 1), dtype=torch.long),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.lines import write_lines
 from pipespec.cli.options import (
     Subparsers,
     add_models,
@@ -150,10 +150,10 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 return None
             tokenizer = load_tokenizer(args.tokenizer or target, trust_remote_code=args.trust_remote_code)
             if args.json_lines:
-                write_lines(args, pipe, tokenizer, prompt.splitlines())
+                _write_lines(args, pipe, tokenizer, prompt.splitlines())
                 return pipe.report
             inputs = encode(tokenizer, prompt, args.chat)
-            _check_room(args, inputs.input_ids.shape[1], getattr(pipe.target.config, "max_position_embeddings", None))
+            _check_room(args, pipe.target, inputs.input_ids.shape[1])
             pieces: list[str] = []
 
             def write(text: str, drafted: bool) -> None:
@@ -181,8 +181,9 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             return pipe.report
 
 
-def _check_room(args: argparse.Namespace, length: int, limit: int | None) -> None:
+def _check_room(args: argparse.Namespace, target: Any, length: int) -> None:
     """Refuse a prompt of ``length`` tokens that is longer than what the target was made for, and warn of a text that may become so."""
+    limit = getattr(target.config, "max_position_embeddings", None)
     if limit is not None and limit <= length and not args.beyond_context:
         raise ValueError(
             f"the prompt has {length} tokens, and the target was made for texts of {limit}: shorten it, or pass --beyond-context, "
@@ -191,6 +192,49 @@ def _check_room(args: argparse.Namespace, length: int, limit: int | None) -> Non
     if limit is not None and limit < length + args.max_new_tokens:
         what = f"beyond {max(0, limit - length)} new tokens the text"
         say(f"warning: {what} passes the {limit} tokens that the target was made for, and may make no sense")
+
+
+def _prompt_of(line: str, number: int) -> dict[str, Any]:
+    """A line of the input as an object with ``prompt``: a JSON object has it, a JSON string or any other line is it.
+
+    Raises:
+        ValueError: An object without a text as its ``prompt``.
+    """
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {"prompt": line}
+    if isinstance(found, str):
+        return {"prompt": found}
+    if not isinstance(found, dict):
+        return {"prompt": line}
+    if not isinstance(found.get("prompt"), str) or not found["prompt"]:
+        raise ValueError(f'line {number}: the object has no text as its "prompt"')
+    return found
+
+
+def _write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: list[str]) -> None:
+    """Print, for each line that is not empty, its object with ``text``, ``finish_reason``, ``tokens`` and ``seconds``. All are checked before the first text."""
+    from pipespec.models.properties import end_tokens
+
+    given = [_prompt_of(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    options = sampling_options(args, tokenizer)
+    ends = set(end_tokens(pipe.target))
+    encoded = [encode(tokenizer, entry["prompt"], args.chat) for entry in given]
+    for each in encoded:
+        _check_room(args, pipe.target, each.input_ids.shape[1])
+    for entry, each in zip(given, encoded, strict=True):
+        inputs = each.to(pipe.target.device)
+        output = pipe.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
+        new = output[0, inputs.input_ids.shape[1] :].tolist()
+        is_cut = len(new) == args.max_new_tokens and new[-1] not in ends
+        found = {
+            "text": tokenizer.decode(new, skip_special_tokens=True),
+            "finish_reason": "length" if is_cut else "stop",
+            "tokens": len(new),
+            "seconds": round(pipe.report.seconds, 3),
+        }
+        print(json.dumps(entry | found, ensure_ascii=False), flush=True)
 
 
 def _chain(args: argparse.Namespace, target: str | Path, drafts: list[str | Path], dtype: str, trace: int) -> Any:

@@ -202,7 +202,8 @@ class Record:
 
 
 def _attributes(model: PreTrainedModel) -> tuple[Any, ...]:
-    return tuple(vars(model)), model.training
+    """The names of the model's own attributes, and the numbers and names among them, as some multiply logits by one."""
+    return tuple(vars(model)), tuple(value for value in vars(model).values() if isinstance(value, (int, float, str)))
 
 
 def _containers_in(value: Any) -> Iterator[Any]:

@@ -2,21 +2,79 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
 import transformers.cache_utils as cache_utils
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.utils.generic import maybe_autocast
 
 
 def query_length(query: int | torch.Tensor) -> int:
     """Columns of a forward, from the argument of ``Cache.get_mask_sizes``: an int, or in 5.0 the 1-D ``cache_position``."""
     return query if isinstance(query, int) else query.shape[0]
+
+
+def hidden_of(outputs: Any) -> torch.Tensor:
+    """Hidden states ``[B, S, H]`` of what a decoder layer returns: in 5.0 some layers return them in a tuple."""
+    hidden: torch.Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
+    return hidden
+
+
+@functools.cache
+def scales_outside(source: str) -> bool:
+    """Whether ``forward()`` of a Gemma scales the outputs of its token embedding. In newer versions the module of the embedding does.
+
+    Args:
+        source: name of the module of its classes, which is imported.
+    """
+    return not any(name.endswith("ScaledWordEmbedding") for name in vars(sys.modules[source]))
+
+
+def counts_columns(model_type: str) -> bool:
+    """Whether queries depend on columns of the batch, padding included, and not on positions in the text.
+
+    Those of Ministral 3 do in 5.0, whose attention takes the factors of queries from ``cache_position``.
+
+    Args:
+        model_type: of the configuration.
+    """
+    if model_type != "ministral3":
+        return False
+    from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
+
+    return "cache_position" in inspect.signature(Ministral3Attention.forward).parameters
+
+
+def has_stacked_experts(model_type: str) -> bool:
+    """Whether the experts of a type are two stacked parameters: in 5.0 those of Granite-MoE have modules of their own.
+
+    Args:
+        model_type: of the configuration, of a type with experts.
+    """
+    source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    return not any(name.endswith("ParallelExperts") for name in vars(source))
+
+
+def weightless() -> AbstractContextManager[Any]:
+    """Within it, tensors that are made have no memory, and operations compute shapes only.
+
+    They are on the meta device. RoPE of 5.0 asks torch whether autocast is on there, at which torch raises; there they are fake tensors.
+    """
+    try:
+        with maybe_autocast("meta", enabled=False):
+            return torch.device("meta")
+    except RuntimeError:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        return FakeTensorMode()
 
 
 def caches_latents(model_type: str) -> bool:

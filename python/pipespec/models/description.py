@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.models import experts, recurrent
@@ -21,6 +20,8 @@ from pipespec.models.families import (
     attention_of,
     family_of,
     feed_forward_of,
+    is_opaque,
+    outer_embedding_scale,
     windows_of,
 )
 from pipespec.models.parts import ModelParts
@@ -28,6 +29,7 @@ from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedL
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.recurrent import Recurrent
 from pipespec_kernels.tiles import TiledMatrix
 
 
@@ -75,19 +77,17 @@ def read(model: PreTrainedModel | ModelParts, *, matrices: bool = True) -> ReadM
     """
     try:
         return _read(model if isinstance(model, ModelParts) else ModelParts.of(model), family_of(model), matrices)
-    except AttributeError as error:
+    except (AttributeError, StopIteration) as error:
         raise NotReadable(f"its modules have other attributes than expected ({error})") from error
 
 
 def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     config, head, embed = parts.config, parts.head if matrices else None, parts.embed
-    if family.scales_embedding and type(embed) is nn.Embedding:
-        # In transformers 5.0.
-        raise NotReadable("its embedding is scaled outside of the embedding's module")
     of_head = {} if head is None else _of_linear(head, "head")
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
-    numbers: dict[str, Any] = {"embedding_scale": _embedding_scale(embed)} | family.numbers_of(config)
+    numbers: dict[str, Any] = family.numbers_of(config)
+    numbers["embedding_scale"] = _embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
     if (divisor := numbers.pop("logit_divisor", None)) is not None:
         numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
@@ -227,7 +227,8 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")
     # A part may have recurrent layers alone.
-    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(config.head_dim, 1.0)}
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(size, 1.0)}
     kinds = {
         (
             family.activation or _activation(feed_forward_of(layer)),
@@ -237,11 +238,14 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         for layer in parts.layers
     }
     sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
-    if len(kinds) > 1 or len(heads) > 1 or len(sizes) > 1:
+    # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
+    downs = [family.matrices_of(feed_forward_of(layer), ("down",)) for layer in parts.layers]
+    inner = {down["down"].in_features for down in downs if down and not is_opaque(down["down"])} or {1}
+    if any(len(found) > 1 for found in (kinds, heads, sizes, inner)):
         raise NotReadable("its layers differ in more than their weights")
     (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
     return {
-        "intermediate": getattr(config, "intermediate_size", None) or 1,
+        "intermediate": inner.pop(),
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
         "head_dim": head_dim,
@@ -284,7 +288,7 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
     if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
     if attn is None:
-        weights["recurrent"] = recurrent.recurrent_of(layer, matrix_of)
+        weights["recurrent"] = _recurrent(layer)
     elif family.gates_attention:
         for name in ("q", "q_bias") if weights["q_bias"] is not None else ("q",):
             weights[name], weights[name.replace("q", "q_gate")] = recurrent.halves_of_heads(
@@ -295,6 +299,13 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
         weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
         weights["input_norm"] = norm.weight.detach()
     return LayerWeights(**weights)
+
+
+def _recurrent(layer: Any) -> Recurrent | None:
+    net = getattr(layer, "linear_attn", None)
+    if net is not None and net.activation not in ("silu", "swish"):
+        raise NotReadable(f"the activation of its gated delta nets is {net.activation}")
+    return recurrent.recurrent_of(layer, matrix_of)
 
 
 def _of_linear(linear: Any, name: str) -> dict[str, Any]:

@@ -19,10 +19,14 @@ NUMBERS = (
     "routed_scaling_factor",
     "num_group",
     "topk_group",
-    "topk_method",
     "router_jitter_noise",
     "limit",
     "alpha",
+    "has_bias",
+    "has_gate",
+    "has_post_expert_norm",
+    "is_transposed",
+    "is_concatenated",
 )
 """Attributes of the modules that count."""
 
@@ -33,13 +37,6 @@ ALPHA = 1.702
 def softmax(router: Any) -> Routing:
     """Shares of a softmax; of the chosen ones alone where the router does not say otherwise."""
     return Routing(router.top_k, is_normalised=getattr(router, "norm_topk_prob", True))
-
-
-def in_groups(router: Any) -> Routing:
-    """DeepSeek-V2's: shares of a softmax, of the groups with the best experts."""
-    limited = router.topk_method == "group_limited_greedy"
-    groups = {"groups": router.num_group, "chosen_groups": router.topk_group} if limited else {}
-    return Routing(router.top_k, is_normalised=False, factor=router.routed_scaling_factor, **groups)
 
 
 def by_sigmoids(router: Any) -> Routing:
@@ -72,7 +69,7 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
     return Experts(
         routing(router),
         linear(router),
-        **_stacked(experts),
+        **_stacked(experts, linear),
         router_bias=_detached(router, "bias"),
         choice_bias=_detached(router, "e_score_correction_bias"),
         shared=()
@@ -83,11 +80,11 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
     )
 
 
-def _stacked(experts: Any) -> Mapping[str, Any]:
+def _stacked(experts: Any, linear: Callable[[Any], Any]) -> Mapping[str, Any]:
     """The matrices of all experts, ``[rows of all, inputs]``. In gpt-oss they are transposed, and gates and ups take turns: these are copied."""
     if isinstance(experts, QuantizedExperts):
         parts = {name: getattr(experts, name) for name in ("gate", "up", "down")}
-        return {name: part.matrix for name, part in parts.items()} | {
+        return {name: linear(part) for name, part in parts.items()} | {
             f"{name}_bias": _detached(part, "bias") for name, part in parts.items()
         }
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()

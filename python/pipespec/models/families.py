@@ -18,12 +18,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import experts, recurrent
+from pipespec.models import compat, experts, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear, StackedLinear
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
 from pipespec_kernels.tiles import BAND
@@ -31,14 +31,17 @@ from pipespec_kernels.tiles import BAND
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
-_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts))
+_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear))
 _FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
 """Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
+_OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
+"""Attributes of modules that the decoder takes from the configuration, where the modules have them from."""
+
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
-    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", "embedding_multiplier", "logit_scale",
-    *experts.NUMBERS,
+    "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", *_OF_CONFIGURATION,
+    *experts.NUMBERS, *recurrent.NUMBERS,
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
@@ -80,7 +83,7 @@ class Family:
         rotates_pairs: neighbours are rotated, not the halves of a head.
         norms_rotated: the norms of queries and keys come after the rotation.
         query_factors: what queries are multiplied by, from the configuration and their positions.
-        scales_embedding: the module of the token embedding multiplies by a factor.
+        scales_embedding: the module of the token embedding multiplies by a factor, or in transformers 5.0 the model.
         numbers: constants of :class:`DecoderShape` from the configuration; ``logit_divisor`` is the inverse of a ``logit_scale``.
         routing: how experts are chosen, by their router; None: there are none.
         gates_attention: half of the rows of the queries are gates of what the attention gives. The other layers have a gated delta net.
@@ -220,8 +223,20 @@ IN_STAGES = tuple(family.model_type for family in FAMILIES.values() if family.in
 def embedded(parts: ModelParts, tokens: torch.Tensor) -> torch.Tensor:
     """What the first layer reads of ``tokens [rows, q]``: ``[rows, q, H]``. Some models multiply outside of the embedding's module."""
     hidden: torch.Tensor = parts.embed(tokens)
-    scale = _numbers(parts).get("embedding_scale")
+    scale = outer_embedding_scale(parts)
     return hidden if scale is None else hidden * scale
+
+
+def outer_embedding_scale(parts: ModelParts) -> float | None:
+    """What the model multiplies the outputs of its token embedding by; None: it has no such factor."""
+    family, embed = FAMILIES.get(parts.config.model_type), parts.embed
+    if family is None or embed is None:
+        return None
+    if family.scales_embedding and compat.scales_outside(family.module):
+        form = embed.form if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)) else None
+        dtype = embed.weight.dtype if form is None else form.tiled or torch.float32
+        return float(torch.tensor(parts.config.hidden_size**0.5, dtype=dtype, device="cpu"))
+    return family.numbers_of(parts.config).get("embedding_scale")
 
 
 def scaled(parts: ModelParts, logits: torch.Tensor) -> torch.Tensor:
@@ -312,11 +327,19 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
         seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
         if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
+            _check_numbers(module, where, model.config)
     taken = DTYPES if packed else DTYPES | {torch.float16}
     if len(dtypes) != 1 or not dtypes <= taken:
         raise NotReadable(f"its weights are {', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}")
     windows = windows_of(model if isinstance(model, ModelParts) else ModelParts.of(model))
     return (*dtypes, *seen, *windows, *configuration_read(model.config, own))
+
+
+def _check_numbers(module: nn.Module, where: str, config: Any) -> None:
+    for name in _OF_CONFIGURATION:
+        own = vars(module).get(name)
+        if own is not None and own != (said := getattr(config, name, own)):
+            raise NotReadable(f"{where} has a {name} of {own}, and its configuration says {said}")
 
 
 def _changed(module: nn.Module) -> str | None:

@@ -16,13 +16,13 @@ from pipespec_kernels import block_layouts as layouts
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, from_codes, from_e2m1
 
 
-def as_blocks(file: GgufFile, tensor: GgufTensor, factor: float = 1.0) -> QuantizedMatrix:
+def as_blocks(file: GgufFile, tensor: GgufTensor, factors: Tensor | None = None) -> QuantizedMatrix:
     """A matrix of a type in :data:`pipespec.models.gguf.CONVERTED`.
 
     Args:
         file: holds it.
         tensor: ``[rows, columns]``.
-        factor: multiplies the weights of NVFP4.
+        factors: of the weights of NVFP4, float32: each of as many rows as another; None: there are none.
 
     Raises:
         ValueError: the package gguf is too old, or scales are not finite: the message names the tensor.
@@ -31,9 +31,18 @@ def as_blocks(file: GgufFile, tensor: GgufTensor, factor: float = 1.0) -> Quanti
     stored = file.stored(tensor).view(-1, block_bytes)
     if name == "NVFP4":
         # A byte that is no number stands for zero, and a sign for nothing.
-        steps = (stored[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float().nan_to_num(0.0) * factor
+        steps = (
+            (stored[:, :4] & 127)
+            .contiguous()
+            .view(torch.float8_e4m3fn)
+            .float()
+            .nan_to_num(0.0)
+            .view(tensor.shape[0], -1)
+        )
+        if factors is not None:
+            steps = steps * factors.repeat_interleave(len(steps) // len(factors))[:, None]
         numbers = layouts.nibbles(stored[:, 4:].reshape(-1, 8), 8)
-        return from_e2m1(numbers.view(tensor.shape), steps.view(tensor.shape[0], -1))
+        return from_e2m1(numbers.view(tensor.shape), steps)
     head, scales = _SCALES[name](stored)
     scale = head.contiguous().view(torch.float16).float()
     if not bool(scale.isfinite().all()):

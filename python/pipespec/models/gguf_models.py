@@ -21,11 +21,13 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pipespec.errors import user_stacklevel
+from pipespec.models.compat import has_stacked_experts
 from pipespec.models.gguf import CONVERTED, FLOATS, GgufFile, GgufTensor
 from pipespec.models.gguf_architectures import ARCHITECTURES, EXPERTS, LAYER_NORM_EPS, NORM_EPS, TENSORS, Architecture
 from pipespec.models.gguf_blocks import as_blocks
 from pipespec.models.gguf_tokenizer import end_ids, token_id
-from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, filled, has_blocks, in_blocks
+from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, StackedLinear, filled, has_blocks, in_blocks
+from pipespec_kernels.block_layouts import LARGEST_POWER
 from pipespec_kernels.formats import QuantizedMatrix
 
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -94,7 +96,8 @@ def gguf_config(file: GgufFile) -> Any:
     """
     row, name = architecture_of(file), file.architecture
     assert row is not None
-    if row.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    is_there = row.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_there or (f"blk.0.{EXPERTS['gate']}.weight" in file.tensors and not has_stacked_experts(row.model_type)):
         raise ValueError(
             f"{file.path}: the architecture {name!r} needs a newer version of transformers (with {row.model_type})"
         )
@@ -385,7 +388,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 
 
 def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set[str], source: GgufFile) -> nn.Module:
-    """The experts of a layer: those in blocks as slices of the file's tensors, others as floats."""
+    """The experts of a layer: matrices in blocks are slices of the file's tensors, others are floats."""
     is_transposed = "gate_up_proj_bias" in own._parameters  # gpt-oss
     count = own.num_experts
     inner, hidden = (
@@ -401,16 +404,16 @@ def _experts(file: GgufFile, layer: str, own: Any, dtype: torch.dtype, used: set
             bias = _fitting(file, f"{layer}.{name}.bias", shape[:2], f"the biases of the {part} of all experts")
             biases[part] = nn.Parameter(_floats(file, bias).to(dtype), requires_grad=False)
             used.add(bias.name)
-    if not any(tensor.type in FLOATS for tensor in tensors.values()):
-        parts = []
+    if not all(tensor.type in FLOATS for tensor in tensors.values()):
+        parts: list[Any] = []
         for part, tensor in tensors.items():
-            parts.append(
-                QuantizedLinear(_matrix(file, tensor, used), biases[part].flatten() if is_transposed else None)
-            )
-            parts[-1].source = source
+            own_bias = biases[part].flatten() if is_transposed else None
+            if tensor.type in FLOATS:
+                parts.append(StackedLinear(_floats(file, tensor).to(dtype), own_bias))
+            else:
+                parts.append(QuantizedLinear(_matrix(file, tensor, used), own_bias))
+                parts[-1].source = source
         return QuantizedExperts(own, *parts)
-    if any(tensor.type not in FLOATS for tensor in tensors.values()):
-        raise ValueError(f"{file.path}: the experts of {layer} are in blocks and in floats, which is not supported")
     gate, up, down = (_floats(file, tensor).view(count, -1, tensor.shape[1]) for tensor in tensors.values())
     floats = {"gate_up_proj": torch.cat([gate, up], 1), "down_proj": down}
     if is_transposed:
@@ -436,17 +439,31 @@ def _floats(file: GgufFile, tensor: GgufTensor) -> torch.Tensor:
 def _matrix(file: GgufFile, tensor: GgufTensor, used: set[str]) -> QuantizedMatrix:
     """A matrix in blocks. Raises ``ValueError`` for scales that are not finite."""
     if tensor.type in CONVERTED:
-        # Files of NVFP4 have a factor of the matrix, and one of inputs that are rounded to 4 bits, which they are not here.
-        names = [f"{tensor.name.removesuffix('.weight')}.{end}" for end in ("scale", "input_scale")]
-        used.update(names)
-        factor = file.tensors.get(names[0])
-        return as_blocks(file, tensor, 1.0 if factor is None else float(file.floats(factor)))
+        return as_blocks(file, tensor, _factors(file, tensor, used) if tensor.type_name == "NVFP4" else None)
     matrix = file.matrix(tensor)
     blocks = matrix.data.view(-1, matrix.format.block_bytes)
     for at in matrix.format.halves:
         if not blocks[:, at : at + 2].contiguous().view(torch.float16).isfinite().all():
             raise ValueError(f"{file.path} is damaged: tensor {tensor.name} has scales that are not finite")
+    if matrix.format.name == "mxfp4" and int(blocks[:, 0].max()) > LARGEST_POWER:
+        raise ValueError(f"{file.path} is damaged: tensor {tensor.name} has scales whose weights are not finite")
     return matrix
+
+
+def _factors(file: GgufFile, tensor: GgufTensor, used: set[str]) -> torch.Tensor | None:
+    """The factor of a matrix of NVFP4, or one for each expert; None: there is none. Raises ``ValueError`` for other ones."""
+    # Files also have one of inputs that are rounded to 4 bits, which they are not here.
+    names = [f"{tensor.name.removesuffix('.weight')}.{end}" for end in ("scale", "input_scale")]
+    used.update(names)
+    if (factor := file.tensors.get(names[0])) is None:
+        return None
+    whole = file.tensors[tensor.name].shape
+    count = whole[0] if len(whole) > 2 else 1
+    if factor.type not in FLOATS or math.prod(factor.shape) != count:
+        raise ValueError(
+            f"{file.path}: tensor {factor.name} is {list(factor.shape)} of the type {factor.type_name}, and {tensor.name} has {count} factors, which are floats"
+        )
+    return _floats(file, factor).view(-1)
 
 
 def warn_of_memory(path: str | Path) -> None:

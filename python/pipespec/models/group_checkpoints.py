@@ -1,4 +1,4 @@
-"""Checkpoints with weights in groups, as GPTQ, AWQ, compressed-tensors and ModelOpt store them, as models whose matrices are in blocks.
+"""Checkpoints with weights in groups, as GPTQ, AWQ, compressed-tensors, ModelOpt and gpt-oss store them, as models whose matrices are in blocks.
 
 Floats of 4 bits (MXFP4, NVFP4) have blocks of their own. An integer weight is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
 ``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. A matrix that no block holds, and what is no such matrix, becomes float32.
@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES
-from pipespec.models.quantized import filled, in_blocks, untie
+from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, filled, in_blocks, untie
 from pipespec_kernels import block_layouts as layouts
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_e2m1
 
@@ -97,7 +97,9 @@ def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: S
                 unused.discard(full)
                 return found
 
-            if type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
+            if f"{name}.gate_up_proj_blocks" in tensors:
+                return _experts(f"{source}: {name}", module, get)
+            if method.unpack is not None and type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
                 module = _with_matrix(f"{source}: {name}", module, partial(method.unpack, get, settings))
                 floats.extend([name] if type(module) is nn.Linear else [])
             for leaf, parameter in module._parameters.items():
@@ -144,6 +146,33 @@ def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -
         weights = codes.float().unflatten(1, (scales.shape[1], -1)) * scales.float()[:, :, None]
         module.weight = nn.Parameter(weights.flatten(1), requires_grad=False)
         return module
+
+
+def _experts(name: str, own: Any, get: Get) -> QuantizedExperts:
+    """The experts of gpt-oss, whose gates and ups take turns."""
+    count, hidden, inner = own.num_experts, own.hidden_size, own.intermediate_size
+
+    def matrix(part: str, rows: int, columns: int) -> tuple[QuantizedMatrix, torch.Tensor]:
+        shapes = {"blocks": (rows, columns // 32, 16), "scales": (rows, columns // 32), "bias": (rows,)}
+        found = {}
+        for leaf, shape in shapes.items():
+            try:
+                found[leaf] = get(f"{part}_{leaf}")
+            except KeyError as error:
+                raise ValueError(f"{name}: there is no {part}_{leaf}") from error
+            if tuple(found[leaf].shape) != (count, *shape):
+                raise ValueError(
+                    f"{name}.{part}_{leaf} is {list(found[leaf].shape)}, and this model's {[count, *shape]}"
+                )
+        if int(found["scales"].max()) > layouts.LARGEST_POWER:
+            raise ValueError(f"{name}.{part}_scales is damaged: its weights are not finite")
+        numbers = layouts.fields(found["blocks"].reshape(count * rows, -1), 4)
+        return from_e2m1(numbers, found["scales"].reshape(count * rows, -1)), found["bias"].float().flatten()
+
+    both, bias = matrix("gate_up_proj", 2 * inner, hidden)
+    turns = [torch.arange(first, 2 * inner * count, 2) for first in (0, 1)]
+    gate, up = (QuantizedLinear(both.rows(rows), bias[rows]) for rows in turns)
+    return QuantizedExperts(own, gate, up, QuantizedLinear(*matrix("down_proj", hidden, inner)))
 
 
 def _is_spare(name: str, file: Any, config: Any) -> bool:
@@ -262,6 +291,8 @@ def _packings(settings: Settings) -> Iterator[tuple[Any, Any]]:
     if settings["quant_method"] in ("gptq", "awq"):
         bits = str(settings.get("bits", settings.get("w_bit", 4)))
         yield int(bits) if bits.isdecimal() else bits, _format_of(settings)
+    elif settings["quant_method"] == "mxfp4":
+        yield 4, "mxfp4"
     elif settings["quant_method"] == "modelopt":
         yield 4 if "4" in str(settings.get("quant_algo")) else 8, str(settings.get("quant_algo")).lower()
     else:
@@ -285,10 +316,10 @@ def _format_of(settings: Settings) -> str:
 
 
 class _Method(NamedTuple):
-    """One way to pack matrices: the tensor by which a packed one is known, how to unpack it, and the supported bits and formats."""
+    """One way to pack matrices: the tensor by which a packed one is known, how to unpack it (None: only experts are packed), and the supported bits and formats."""
 
     marker: str
-    unpack: Callable[[Get, Settings], Unpacked]
+    unpack: Callable[[Get, Settings], Unpacked] | None
     bits: tuple[int, ...]
     formats: tuple[str, ...]
 
@@ -302,5 +333,6 @@ _METHODS = {
         (4, 8),
         ("pack-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
     ),
+    "mxfp4": _Method("", None, (4,), ("mxfp4",)),
     "modelopt": _Method("weight_scale_2", _unpack_modelopt, (4,), ("nvfp4",)),
 }

@@ -230,7 +230,8 @@ def layout_unsupported_reason(model: PreTrainedModel) -> str | None:
         layers = DynamicCache(config=config).layers
     except UnsupportedLayers as error:
         return str(error)
-    if getattr(getattr(model, model.base_model_prefix).config, "is_causal", True) is False:
+    own = getattr(model, model.base_model_prefix).config
+    if getattr(own, "is_causal", True) is False or getattr(own, "use_bidirectional_attention", None) is True:
         return "its configuration says that it is not causal"
     for i in layout.attention:
         kept = getattr(layers[i], "sliding_window", None)

@@ -219,6 +219,9 @@ def _repacked(model: str | Path, config: Any, gpu: Any) -> PreTrainedModel | Non
 
     try:
         settings = settings_of(config)
+        # Tiles hold no experts, and transformers has kernels for those of gpt-oss.
+        if gpu is not None and settings is not None and settings["quant_method"] == "mxfp4":
+            return None
         return None if settings is None else repacked(model, weight_files(model), config, settings)
     except ValueError as error:
         if gpu is None:

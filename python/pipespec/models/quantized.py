@@ -99,9 +99,14 @@ class QuantizedLinear(_Blocks):
         heads: see :class:`Blocks`.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, matrix: QuantizedMatrix, bias: torch.Tensor | None = None, heads: int = 0) -> None:
         super().__init__(matrix, heads)
         self.out_features, self.in_features = matrix.shape
+        # A parameter, which moves with the module and is compared as the others are.
+        if bias is not None and not isinstance(bias, nn.Parameter):
+            bias = nn.Parameter(bias.detach(), requires_grad=False)
         self.bias = bias
         self._packed: PackedMatrix | None = None
 
@@ -117,12 +122,39 @@ class QuantizedLinear(_Blocks):
         out = packed.matmul(x.detach().float()).to(x.dtype)
         return out if self.bias is None else out + self.bias
 
+    def rows(self, rows: slice) -> QuantizedLinear:
+        """Some of the outputs."""
+        return QuantizedLinear(self.matrix.rows(rows), None if self.bias is None else self.bias[rows])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_packed": None}  # copies of the module make their own
 
 
+class StackedLinear(nn.Module):
+    """The matrices of all experts as floats, where others of the same experts are in blocks.
+
+    Args:
+        weight: ``[experts * outputs, inputs]``.
+        bias: ``[experts * outputs]``, or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., outputs]`` of ``x [..., inputs]``."""
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, rows: slice) -> StackedLinear:
+        """Some of the outputs."""
+        return StackedLinear(self.weight.detach()[rows], None if self.bias is None else self.bias.detach()[rows])
+
+
 class QuantizedExperts(nn.Module):
-    """The experts of a feed-forward, whose weights are in blocks, in the place of a module of transformers with those of all experts.
+    """The experts of a feed-forward, some or all of whose matrices are in blocks, in the place of a module of transformers.
 
     Args:
         own: that module. With a ``limit`` it is gpt-oss's.
@@ -131,7 +163,7 @@ class QuantizedExperts(nn.Module):
         down: ``[experts * hidden, intermediate]``.
     """
 
-    def __init__(self, own: Any, gate: QuantizedLinear, up: QuantizedLinear, down: QuantizedLinear) -> None:
+    def __init__(self, own: Any, gate: Stacked, up: Stacked, down: Stacked) -> None:
         super().__init__()
         self.num_experts: int = own.num_experts
         self.act_fn: Any = getattr(own, "act_fn", None)
@@ -154,11 +186,14 @@ class QuantizedExperts(nn.Module):
         gate = gate.clamp(max=self.limit)
         return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
 
-    def _part(self, stacked: QuantizedLinear, expert: int) -> QuantizedLinear:
+    def _part(self, stacked: Stacked, expert: int) -> Stacked:
         """The matrix of one expert. Its packed copy goes with it: those of all would take the file's size again."""
         size = stacked.out_features // self.num_experts
-        rows = slice(expert * size, (expert + 1) * size)
-        return QuantizedLinear(stacked.matrix.rows(rows), None if stacked.bias is None else stacked.bias[rows])
+        return stacked.rows(slice(expert * size, (expert + 1) * size))
+
+
+Stacked = QuantizedLinear | StackedLinear
+"""A matrix of all experts."""
 
 
 class Int8Linear(nn.Module):
@@ -295,8 +330,10 @@ def filled(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     base: Any = model.model
-    # Buffers are computed, not loaded.
-    base.rotary_emb = type(base.rotary_emb)(config=config)
+    # Buffers are computed, not loaded. In transformers 5.0 some attentions have a rotary embedding of their own.
+    for module in list(model.modules()):
+        if (rotary := module._modules.get("rotary_emb")) is not None:
+            module.rotary_emb = type(rotary)(config=config)
     if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
         base.embed_tokens.embed_scale = torch.tensor(scale)
     for name, module in list(model.named_modules()):

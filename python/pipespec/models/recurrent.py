@@ -16,8 +16,11 @@ Matrix = torch.Tensor | QuantizedMatrix
 CLASSES = ("GatedDeltaNet", "RMSNormGated", "ShortConv")
 """Ends of the names of the classes."""
 
+NUMBERS = ("activation",)
+"""Attributes of the modules that count."""
 
-def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | None:
+
+def recurrent_of(layer: Any, matrix: Callable[[Any], Any]) -> Recurrent | None:
     """What a layer has in place of its attention; None if it has attention. ``matrix``: of a linear module."""
     if hasattr(layer, "conv"):
         return _short_convolution(layer.conv, matrix)
@@ -50,7 +53,7 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Matrix]) -> Recurrent | Non
     )
 
 
-def _short_convolution(own: Any, matrix: Callable[[Any], Matrix]) -> Recurrent:
+def _short_convolution(own: Any, matrix: Callable[[Any], Any]) -> Recurrent:
     inputs, out, kernel = (
         None if part.bias is None else part.bias.detach() for part in (own.in_proj, own.out_proj, own.conv)
     )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec.models.quantized import Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear
+from pipespec.models.quantized import Blocks, Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
 from pipespec_kernels import ops
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
 from pipespec_kernels.products import MAX_ROWS
@@ -166,7 +166,14 @@ def put_in_tiles(
 
     Returns:
         Bytes of the matrices that have no tiles, before and after.
+
+    Raises:
+        ValueError: it has experts in blocks.
     """
+    if any(isinstance(module, QuantizedExperts) for module in parts.modules()):
+        raise ValueError(
+            f"experts in blocks are multiplied on the CPU only, not on {device}: leave out device=, or load the model's own checkpoint there"
+        )
     made: dict[tuple[int, str], TiledMatrix] = {}  # a head that is the embedding has its memory
     fresh: nn.Module | None = None
     before = after = 0

@@ -7,8 +7,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Self
 
@@ -94,6 +94,7 @@ class Ranks:
         self._seen: dict[int, tuple[bytes | None, float]] = {r: (None, now) for r in range(world) if r != rank}
         self._answered = now  # when the store last answered
         self._stopped, self._unwatched = threading.Event(), threading.Event()
+        self._end: Callable[[str], None] = lambda message: None
         self._sign(0)
         self._thread = threading.Thread(target=self._beat, daemon=True, name="pipespec-beat")
         self._thread.start()
@@ -148,6 +149,7 @@ class Ranks:
 
     def watch(self, end: Callable[[str], None]) -> None:
         """From now on call ``end``, with a message, where ranks cannot go on, or something takes too long, and this rank does not raise in time."""
+        self._end = end
 
         def watch() -> None:
             while not self._unwatched.wait(BEAT_S):
@@ -163,6 +165,18 @@ class Ranks:
         """Watch nothing any more. The signs of life go on."""
         self.broken = True
         self._unwatched.set()
+
+    @contextmanager
+    def _last_words(self, words: str) -> Iterator[None]:
+        """The block uses the store of a rank that ends. :meth:`watch`'s ``end`` is called if it takes too long: a store that hangs has no time limit."""
+        late = threading.Timer(SILENCE_S + GRACE_S, lambda: self._end(f"pipespec: rank {self.rank} ends: {words}"))
+        late.daemon = True
+        late.start()
+        try:
+            with suppress(Exception):  # the store has ended, which the other ranks notice
+                yield
+        finally:
+            late.cancel()
 
     def _sign(self, count: int) -> None:
         self._beats.set(f"beat/{self.rank}", str(count))
@@ -263,7 +277,7 @@ class Ranks:
         self.unwatch()
         said = f"rank {self.rank} failed: {what}" + (f" ({self.cause})" if self.cause else "")
         first = self.cause
-        with suppress(Exception):  # the store has ended, which the other ranks notice
+        with self._last_words(said):
             published = self._store.compare_set("failed", "", said).decode()
             first = self.cause if published == said else published
             for rank in {self.rank, self.rank if ended is None else ended}:
@@ -283,9 +297,9 @@ class Ranks:
     def leave(self) -> None:
         """End together with all ranks. Rank 0, which may hold the store, waits until the others are here, too."""
         self.stop()
-        with suppress(dist.DistError):
+        with self._last_words("the ranks' store does not answer any more"):
             self._store.set(f"left/{self.rank}", "+")
-            self._hold_store("left")
+        self._hold_store("left")
 
     def _hold_store(self, sign: str) -> None:
         deadline = time.monotonic() + SILENCE_S

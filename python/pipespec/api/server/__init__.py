@@ -1,7 +1,7 @@
 """The server: OpenAI's and Anthropic's APIs over a pipeline.
 
-It is an application of its own on Starlette. ``transformers serve`` tokenizes on the event loop, has no queue that a pipeline's calls could share, and turns
-answers that its parsers do not understand into errors: replacing that took more lines than this does. Downwards, each file does one thing:
+It is an application of its own on Starlette. ``transformers serve`` tokenizes on the event loop, has no queue that the calls of a pipeline could share, and
+turns answers that its parsers do not understand into errors. Each file does one thing:
 
 * ``app`` has the routes, keys and limits; ``chat``, ``completions``, ``responses`` and ``messages`` each write the answers of one API.
 * ``generation`` runs the texts of a request; ``jobs`` queues them and lets them take turns.

@@ -30,6 +30,7 @@ from pipespec.api.server.prompts import Prompts, messages_of, tools_of
 from pipespec.api.server.responses import ResponseExchange
 from pipespec.models.properties import embedding_size, end_tokens
 from pipespec.process.progress import say
+from pipespec.process.threads import Lock
 from pipespec_kernels import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -48,7 +49,10 @@ _HEALTH = ("/health", "/v1/health", "/ping")
 _CLIENT_GONE = 499
 
 _BODY_S = 60
-"""Seconds in which a request's body must come: it holds a place in the queue."""
+"""Seconds in which a request's body must come."""
+
+_BODIES = 256 << 20
+"""Bytes of all bodies that are incomplete."""
 
 
 class Service:
@@ -73,7 +77,10 @@ class Service:
         self.jobs = Jobs(self.metrics, parallel, queue)
         self._generation = Generation(pipe, prompts, self.metrics, self.jobs.turns)
         self._keys = [key.encode() for key in keys]
+        self._unread = 0  # bytes of bodies that are incomplete
         self._told: set[str] = set()
+        # Several large bodies that are parsed at the same time would keep the event loop from running.
+        self._parsing = Lock()
 
     def close(self) -> None:
         """End all requests with an error, and take no further ones. From any thread, also in a signal handler."""
@@ -86,7 +93,7 @@ class Service:
         given = request.headers.get("authorization", "")
         given = given[7:] if given[:7].lower() == "bearer " else request.headers.get("x-api-key", "")
         # All are compared, in a time that does not tell which.
-        if sum(hmac.compare_digest(key, given.strip().encode()) for key in self._keys) == 0:
+        if sum(hmac.compare_digest(key, given.strip().encode("latin-1")) for key in self._keys) == 0:
             raise RequestError("the API key is missing or wrong: send Authorization: Bearer KEY", status=401, code="invalid_api_key")  # fmt: skip
 
     # ---- what is generated
@@ -95,10 +102,9 @@ class Service:
         """The handler of one API."""
 
         async def handle(request: Request) -> Response:
+            raw = await self._read(request)
             job = self.jobs.enter()
             try:
-                raw = await self._read(request)
-                job.check()
                 exchange = await asyncio.to_thread(self._exchange, kind, raw)
                 job.check()
             except BaseException:
@@ -119,11 +125,15 @@ class Service:
         return handle
 
     def _exchange(self, kind: Callable[[Model, Fields], Exchange], raw: bytes) -> Exchange:
-        body = parsed_body(raw)
+        body = self._parsed(raw)
         made = kind(self.model, body)
         for name in body.unread:
             self._tell(name)
         return made
+
+    def _parsed(self, raw: bytes) -> Fields:
+        with self._parsing:
+            return parsed_body(raw)
 
     def _tell(self, name: str) -> None:
         """Say once of a field that it has no effect."""
@@ -147,11 +157,17 @@ class Service:
         if given.isdigit() and int(given) > most:
             raise too_large
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise too_large
-            parts.append(part)
+        try:
+            async for part in request.stream():
+                size += len(part)
+                self._unread += len(part)
+                if size > most:
+                    raise too_large
+                if self._unread > _BODIES:
+                    raise RequestError("too many large requests come at the same time: try again later", status=429, code="queue_full")  # fmt: skip
+                parts.append(part)
+        finally:
+            self._unread -= size
         return b"".join(parts)
 
     def reader(self, make: Callable[[Fields], dict[str, Any]]) -> Handler:
@@ -159,7 +175,11 @@ class Service:
 
         async def handle(request: Request) -> Response:
             raw = await self._read(request)
-            return JSONResponse(await asyncio.to_thread(lambda: make(parsed_body(raw))))
+            job = self.jobs.enter()
+            try:
+                return JSONResponse(await asyncio.to_thread(lambda: make(self._parsed(raw))))
+            finally:
+                self.jobs.leave(job)
 
         return handle
 

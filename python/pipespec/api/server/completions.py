@@ -1,4 +1,4 @@
-"""``/v1/completions``: OpenAI's API of texts that go on."""
+"""``/v1/completions``: OpenAI's API of completions of prompts."""
 
 from __future__ import annotations
 

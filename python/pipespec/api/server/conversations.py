@@ -13,7 +13,7 @@ from pipespec.api.server.dialects import AnswerParser
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
 from pipespec.api.server.generation import Answer, Ask, Done
-from pipespec.api.server.grammars import Grammars, forced_calls, wanted_format
+from pipespec.api.server.grammars import Grammars, check_free_end, forced_calls, wanted_format
 from pipespec.api.server.prompts import Prompts
 from pipespec.api.server.sampling import Sampling
 
@@ -104,8 +104,6 @@ def tool_choice_of(body: Fields) -> str:
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str) and name:
             return name
-        if given.get("type") == "allowed_tools":
-            return str(given.get("mode", "auto"))
     raise wrong("tool_choice", "none, auto, required, or an object that names a function", given)
 
 
@@ -126,6 +124,7 @@ def ask_of_chat(
     if tools.forced:
         if wanted is not None:
             raise RequestError(f"tool_choice and {wanted[0]} both constrain the text: give one of them", wanted[0])
+        check_free_end(body, "tool_choice")
         wanted = "tool_choice", forced_calls(prompts.dialect, tools.forced, several=tools.several)
     grammar = None
     if wanted is not None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pipespec.api.server.fields import refuse_constant
+
 
 class ToolCall(NamedTuple):
     """A call that a model has written. ``arguments``: a JSON object as text."""
@@ -56,11 +58,14 @@ class Dialect:
         """The calls that a text between the marks holds; empty if it is no valid call."""
         try:
             pairs = self.parse(text)
-        except (ValueError, KeyError, TypeError, RecursionError):
+            if not all(isinstance(name, str) and name and isinstance(given, dict) for name, given in pairs):
+                return ()
+            calls = tuple(ToolCall(name, json.dumps(given, ensure_ascii=False, allow_nan=False)) for name, given in pairs)  # fmt: skip
+            # Half of a surrogate pair cannot be sent.
+            "".join(part for call in calls for part in call).encode()
+        except (ValueError, LookupError, TypeError, RecursionError):
             return ()
-        if not all(isinstance(name, str) and name and isinstance(given, dict) for name, given in pairs):
-            return ()
-        return tuple(ToolCall(name, json.dumps(given, ensure_ascii=False)) for name, given in pairs)
+        return calls
 
 
 def _json_calls(text: str, key: str = "arguments") -> list[tuple[str, Any]]:
@@ -104,6 +109,8 @@ def _tagged_calls(text: str) -> list[tuple[str, Any]]:
     """``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
     calls, at = [], 0
     while (match := _FUNCTION.match(text, at)) is not None:
+        if _PARAMETER.sub("", match[2]).strip():
+            raise ValueError("text between the parameters")
         values = {key.strip(): _value(value) for key, value in _PARAMETER.findall(match[2])}
         calls.append((match[1].strip(), values))
         at = match.end()
@@ -114,7 +121,7 @@ def _tagged_calls(text: str) -> list[tuple[str, Any]]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=refuse_constant)
     except ValueError:
         return text
 
@@ -181,6 +188,7 @@ class AnswerParser:
         self._thought = dialect.thought if finds_thoughts else None
         self._held = ""  # not told apart yet
         self._inside = "content"
+        self._space = ""  # before a mark: it belongs to the mark
         self._trims = False  # white space at the beginning of what follows is no part of the text
         self._has_content = False
         if self._thought is not None and prompt.rstrip().endswith(self._thought[0].rstrip()):
@@ -203,6 +211,7 @@ class AnswerParser:
         held, self._held = self._held, ""
         if self._inside == "call" and self._call is not None:
             opened, closed = self._call
+            self._inside = "content"
             calls = self._dialect.calls(held) if not closed else ()
             yield from self._called(calls, opened + held)
         elif held:
@@ -212,8 +221,7 @@ class AnswerParser:
         if calls:
             yield Piece("call", "", calls)
         else:
-            self._has_content = True
-            yield Piece("content", text)
+            yield from self._text(self._space + text)
 
     def _text(self, text: str) -> Iterator[Piece]:
         if self._trims:
@@ -233,8 +241,9 @@ class AnswerParser:
             return self._certain(marks)
         mark = min(places, key=lambda mark: (places[mark], -len(mark)))
         before, self._held = self._held[: places[mark]], self._held[places[mark] + len(mark) :]
-        # A line break before a mark belongs to the mark.
-        pieces = list(self._text(before.rstrip()))
+        bare = before.rstrip()
+        self._space = before[len(bare) :]
+        pieces = list(self._text(bare))
         if self._call is not None and mark == self._call[0]:
             self._inside = "call"
         else:

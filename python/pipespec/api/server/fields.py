@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -14,10 +15,14 @@ _T = TypeVar("_T")
 _SHOWN = 80
 """Characters of a wrong value in a message."""
 
+# Without writing all of a large value.
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = _SHOWN
+
 
 def wrong(name: str, wanted: str, value: object) -> RequestError:
     """The error for a field of another type than ``wanted``."""
-    shown = repr(value)
+    shown = _repr.repr(value)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
     return RequestError(f"{name} must be {wanted}, not {shown}", name)
 
@@ -89,7 +94,7 @@ class Fields:
 
     def integer(self, field: str, low: int, high: int | None = None) -> int | None:
         """An integer from ``low`` to ``high``; None where there is none. ``1.0`` is one, too."""
-        value = self._typed(field, "an integer", _is_number, None)
+        value = self._typed(field, "an integer", is_number, None)
         if value is None:
             return None
         if value != int(value):
@@ -98,7 +103,7 @@ class Fields:
 
     def number(self, field: str, low: float, high: float | None = None) -> float | None:
         """A finite number from ``low`` to ``high``; None where there is none."""
-        value = self._typed(field, "a number", _is_number, None)
+        value = self._typed(field, "a number", is_number, None)
         return None if value is None else self._ranged(field, value, low, high)
 
     def _ranged(self, field: str, value: Any, low: float, high: float | None) -> Any:
@@ -131,9 +136,9 @@ class Fields:
         return dict(self._values)
 
 
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and (isinstance(value, int) or math.isfinite(value))
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def parsed_body(raw: bytes) -> Fields:
@@ -147,7 +152,7 @@ def parsed_body(raw: bytes) -> Fields:
     except UnicodeDecodeError as error:
         raise RequestError(f"the request's body is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
-        values = json.loads(text, parse_constant=_refuse_constant)
+        values = json.loads(text, parse_constant=refuse_constant)
         if "\\ud" in text or "\\uD" in text:
             json.dumps(values, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -161,5 +166,6 @@ def parsed_body(raw: bytes) -> Fields:
     return Fields(values)
 
 
-def _refuse_constant(text: str) -> Any:
+def refuse_constant(text: str) -> Any:
+    """For ``json.loads``: NaN and infinity are an error."""
     raise ValueError(f"{text} is no number in JSON")

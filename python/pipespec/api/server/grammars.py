@@ -16,6 +16,9 @@ from pipespec.process.threads import Lock
 _CACHE = 64 << 20
 """Bytes of compiled grammars that xgrammar keeps."""
 
+_LARGEST = 1 << 18
+"""Characters of a format. Some take minutes to compile."""
+
 _ANY_JSON = {"type": "object"}
 
 Format = dict[str, Any]
@@ -44,7 +47,19 @@ def wanted_format(body: Fields) -> tuple[str, Format] | None:
         found.append(("json_schema", _schema(schema)))
     if len(found) > 1:
         raise RequestError(f"{found[0][0]} and {found[1][0]} both constrain the text: give one of them", found[1][0])
+    if found:
+        check_free_end(body, found[0][0])
     return found[0] if found else None
+
+
+def check_free_end(body: Fields, name: str) -> None:
+    """Refuse what would keep a text from ending where the format that field ``name`` asks for does."""
+    for field, is_set in (
+        ("ignore_eos", body.flag("ignore_eos", False)),
+        ("min_tokens", body.integer("min_tokens", 0)),
+    ):
+        if is_set:
+            raise RequestError(f"{field} and {name} contradict each other: the text ends where its format does", field)
 
 
 def _of_response_format(given: Fields, name: str) -> list[tuple[str, Format]]:
@@ -123,6 +138,12 @@ class Grammars:
             thoughts = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thoughts_end}
             space = {"type": "regex", "pattern": "\\s{0,2}"}
             wanted = {"type": "sequence", "elements": [thoughts, space, wanted]}
+        try:
+            text = json.dumps(wanted)
+        except RecursionError as error:
+            raise RequestError(f"{name} is nested too deeply", name) from error
+        if len(text) > _LARGEST:
+            raise RequestError(f"{name} has {len(text)} characters: give {_LARGEST} at most", name)
         with self._lock:
             if self._compiler is None:
                 ends, size = end_tokens(self._model) or None, head_size(self._model)

@@ -33,15 +33,14 @@ class MessageExchange:
         self._stops = body.strings("stop_sequences")
         self.ask = _ask(model, body)
 
-    def _message(self, content: list[dict[str, Any]], done: Done | None) -> dict[str, Any]:
-        has_calls = any(block["type"] == "tool_use" for block in content)
+    def _message(self, content: list[dict[str, Any]], done: Done, ending: dict[str, Any]) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
             "role": "assistant",
             "model": self._model.name,
             "content": content,
-            **_ending(done, has_calls),
+            **ending,
             "usage": _usage(done),
         }
 
@@ -53,12 +52,12 @@ class MessageExchange:
         if answer.content:
             content.append({"type": "text", "text": answer.content})
         content += [_tool_use(call) | {"input": json.loads(call.arguments)} for call in answer.calls]
-        return self._message(content, answer.done)
+        return self._message(content, answer.done, _ending(answer.done, bool(answer.calls)))
 
     async def events(self, found: AsyncIterator[Any]) -> AsyncIterator[str]:
-        yield _line({"type": "message_start", "message": self._message([], None)})
-        blocks = _Blocks()
-        done: Done | None = None
+        blocks, done = _Blocks(), Done(0, "stop", self.ask.prompts[0], [], 0)
+        begun = self._message([], done, {"stop_reason": None, "stop_sequence": None})
+        yield _line({"type": "message_start", "message": begun})
         async for event in found:
             if isinstance(event, Delta):
                 for made in blocks.add(event.piece):
@@ -120,9 +119,7 @@ def _tool_use(call: ToolCall) -> dict[str, Any]:
     return {"type": "tool_use", "id": new_id("toolu_"), "name": call.name, "input": {}}
 
 
-def _ending(done: Done | None, has_calls: bool) -> dict[str, Any]:
-    if done is None:
-        return {"stop_reason": None, "stop_sequence": None}
+def _ending(done: Done, has_calls: bool) -> dict[str, Any]:
     if done.reason == "length":
         reason = "max_tokens"
     else:
@@ -130,13 +127,12 @@ def _ending(done: Done | None, has_calls: bool) -> dict[str, Any]:
     return {"stop_reason": reason, "stop_sequence": done.stop_string}
 
 
-def _usage(done: Done | None) -> dict[str, Any]:
-    read, cached, new = (0, 0, 0) if done is None else (len(done.prompt), done.cached, len(done.tokens))
+def _usage(done: Done) -> dict[str, Any]:
     return {
-        "input_tokens": read - cached,
+        "input_tokens": len(done.prompt) - done.cached,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": cached,
-        "output_tokens": new,
+        "cache_read_input_tokens": done.cached,
+        "output_tokens": len(done.tokens),
     }
 
 

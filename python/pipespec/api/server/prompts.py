@@ -13,17 +13,22 @@ from pipespec.api.server.dialects import Dialect, dialect_of
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
 from pipespec.models.tokenizers import ByteTokenizer, backend_of
+from pipespec.process.threads import Lock
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_PROMPTS = 2048
+"""Of one request."""
+
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 _SLICE = 1 << 16
 """Characters of the parts in which a text is counted that may be too long."""
 
-_ESCAPED = 6
-"""Bytes of JSON for one byte of text, at most."""
+_TOKEN_BYTES = 48
+"""Bytes of JSON for one token of a long text, at most: white space, or characters with escapes."""
 
-_LARGEST_BODY = 64 << 20
+_LARGEST_BODY = 8 << 20
+"""Bytes that are parsed as JSON in less than 0.2 s, in which nothing else runs."""
 
 
 class Prompts:
@@ -41,8 +46,8 @@ class Prompts:
     def __init__(self, tokenizer: Any, limit: int | None, vocabulary: int) -> None:
         self.tokenizer, self.limit, self.vocabulary = tokenizer, limit, vocabulary
         self._template = _template_of(tokenizer)
+        self._one_at_a_time = Lock()
         self.dialect: Dialect = dialect_of(self._template)
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         marks = {tokenizer.convert_tokens_to_ids(mark) for mark in self.dialect.marks}
         tagged = {i for i in tokenizer.all_special_ids if any(str(tokenizer.convert_ids_to_tokens(i)) in mark for mark in self.dialect.marks)}  # fmt: skip
         self._unshown = set(tokenizer.all_special_ids) - marks - tagged
@@ -57,7 +62,7 @@ class Prompts:
         """Bytes of the largest request that could fit the model."""
         if self.limit is None:
             return _LARGEST_BODY
-        return min(_LARGEST_BODY, (1 << 20) + _ESCAPED * self.limit * self._longest_token)
+        return min(_LARGEST_BODY, (1 << 20) + _TOKEN_BYTES * self.limit)
 
     def shown(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens: without special ones, but with the marks of the dialect."""
@@ -105,8 +110,9 @@ class Prompts:
         return self._ids(text, adds_special)
 
     def _ids(self, text: str, adds_special: bool) -> list[int]:
-        # Not verbose: it would warn of lengths, which are checked here.
-        return list(self.tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids)
+        with self._one_at_a_time:  # several long ones would keep the event loop from running
+            # Not verbose: it would warn of lengths, which are checked here.
+            return list(self.tokenizer(text, add_special_tokens=adds_special, verbose=False).input_ids)
 
     def _refuse_longer(self, text: str, name: str) -> None:
         """Refuse a text that is much too long before all of it is read."""
@@ -148,6 +154,8 @@ class Prompts:
         if isinstance(value, str):
             return [self.of_text(value)]
         if isinstance(value, list) and value:
+            if isinstance(value[0], (str, list)) and len(value) > MOST_PROMPTS:
+                raise RequestError(f"prompt has {len(value)} texts: give {MOST_PROMPTS} at most", "prompt")
             if all(isinstance(item, str) for item in value):
                 return [self.of_text(item, f"prompt[{place}]") for place, item in enumerate(value)]
             if all(isinstance(item, list) for item in value):
@@ -182,7 +190,7 @@ class Prompts:
             options["add_generation_prompt"] = False
         try:
             made = self.tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:  # fmt: skip
             raise RequestError(
                 f"messages: the chat template of this model refuses them: {error}", "messages"
             ) from error
@@ -257,7 +265,7 @@ def arguments_of(given: Any) -> Any:
         return {} if given is None else given
     try:
         return json.loads(given) if given else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 

@@ -32,6 +32,8 @@ class ResponseExchange:
         tools = Tools(tools_of(body), tool_choice_of(body), several=body.flag("parallel_tool_calls", True))
         messages = messages_of(Fields({"messages": list(_messages(body))}))
         self.ask = ask_of_chat(model, _as_chat(body), messages, tools, self._sampling(body), None)
+        if self.ask.sampling.choices > 1:
+            raise RequestError("n: a response has one text; /v1/chat/completions has several", "n")
         self._shown = {
             "instructions": body.any("instructions"),
             "metadata": body.mapping("metadata"),

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields, is_number, wrong
 
 DEFAULT_TOKENS = 1024
 """Tokens of an answer whose request gives no limit."""
@@ -18,6 +18,10 @@ DEFAULT_TOKENS = 1024
 MOST_CHOICES = 64
 
 MOST_LOGPROBS = 20
+
+MOST_STOPS = 128
+
+_LARGEST_BIAS = 3e38
 
 _RANGES = {
     "temperature": (0, 2),
@@ -37,6 +41,7 @@ _NOT_FOR_REQUESTS = {
     *(
         "custom_generate",
         "trust_remote_code",
+        "eos_token_id",  # stop_token_ids and ignore_eos
         "max_length",
         "num_return_sequences",
         "stop_strings",
@@ -107,9 +112,12 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
         options["eos_token_id"] = sorted({*ends, *stop_tokens})
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
+    stops = tuple(body.strings("stop"))
+    if len(stops) > MOST_STOPS:
+        raise RequestError(f"stop has {len(stops)} strings: give {MOST_STOPS} at most", "stop")
     limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
-    return Sampling(options, most, tuple(body.strings("stop")), tuple(stop_tokens), choices, seed)
+    return Sampling(options, most, stops, tuple(stop_tokens), choices, seed)
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
@@ -153,8 +161,8 @@ def _biases(body: Fields, vocabulary: int) -> dict[int, float]:
     for token, bias in pairs:
         if bias is False:  # llama.cpp: never
             bias = -math.inf
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
-            raise wrong(f"logit_bias[{token}]", "a number", bias)
+        elif not is_number(bias) or abs(bias) > _LARGEST_BIAS:
+            raise wrong("logit_bias", "numbers of float32 by token id", bias)
         found[_token(token, "logit_bias", vocabulary)] = float(bias)
     return found
 

@@ -231,7 +231,8 @@ class GraphedDriver(Driver):
         if self._is_ahead:
             self._is_ahead = False
             self.scheduled.settle()
-            self._read_back(self._stages)
+            # The target may have got a cache of the caller since.
+            self._read_back(self._stages[:-1])
 
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
@@ -287,7 +288,8 @@ class GraphedDriver(Driver):
 
     def traces(self) -> dict[str, np.ndarray]:
         found = super().traces()
-        if self._ran_captured:
+        if found and self._ran_captured:
+            self._settle()
             for i, (name, prefill_steps) in enumerate(found.items()):
                 found[name] = self.scheduled.trace(i, prefill_steps)
         return found

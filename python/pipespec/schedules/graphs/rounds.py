@@ -134,7 +134,7 @@ class RoundsDriver(GraphedDriver):
                 self._committed(request)
 
     def _step_on_host(self, step: StageStep, port: StagePort, config: SpeculationConfig, began: float) -> Action:
-        i, target = step.stage, self.block.target
+        i, target, action, failed = step.stage, self.block.target, Action.IDLE, True
         with nullcontext() if i == target else draft_errors(functools.partial(self.draft_failed, i)):
             action = Action(port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0))
             if action != Action.STEP:
@@ -148,5 +148,5 @@ class RoundsDriver(GraphedDriver):
                 new = sum(self.block.length(target, row) for row in rows) - before
                 seconds = time.perf_counter() - began
                 self.lengths.note(step.width - 1, drafted, max(0, new - fed + drafted), fed - drafted, seconds)
-            return action
-        return Action.IDLE
+            failed = False
+        return Action.IDLE if failed else action
