@@ -15,95 +15,132 @@
 namespace pipespec::cpu {
 namespace {
 
-// Outputs of a tile of `columns`: with more rows at a time, more lines are in flight.
+// Outputs of a tile of so many columns.
 template <class V>
-constexpr int tile_outputs(int64_t columns) {
+constexpr int tile_outputs(int columns) {
   return 2 * columns <= V::kTileColumns ? 8 : 4;
 }
+
+// One column reads rows of up to so many inputs one at a time: its inputs stay in the first-level
+// cache. The sum of one row computes as fast as memory is read, so that no loads wait for lines
+// that are on their way, in the place of requests for others.
+inline constexpr int64_t kSingleRow = 5120;
+
+// How far ahead lines are asked for, at least.
+inline constexpr int64_t kAheadBytes = 8192;
 
 // The most columns of one pass over a panel, and inputs of a part.
 inline constexpr int64_t kPassColumns = 48, kPartInputs = 1024;
 
-// sums[o, c, lane] += products of some inputs, or =.
-struct RowTile {
-  const unsigned char* rows[8];
-  const unsigned char* ahead[8];  // rows that are read afterwards
+// The rows of a panel, some inputs and some columns: sums[o, c, lane] += products, or =.
+struct PanelPart {
+  const unsigned char* rows;
+  const unsigned char* next;  // rows that are read afterwards
+  int64_t row_bytes, count;   // without row number `count`, the last one is read again
   int64_t inputs;
   const float* x;
   int64_t x_stride;
   float* sums;
   bool is_first;
+  bool is_whole;  // all inputs
+
+  const unsigned char* row(int64_t o) const {
+    return rows + (o < count ? o : count - 1) * row_bytes;
+  }
 };
 
-// The inputs after the last whole vector.
-template <class V, class Weights>
-void multiply_rest(const RowTile& tile, int64_t columns) {
-  const int64_t k = tile.inputs / V::kLanes * V::kLanes, rest = tile.inputs - k;
-  float* sums = tile.sums;
-  for (int o = 0; o < tile_outputs<V>(columns); ++o) {
-    const auto weights = load_part<V, Weights>(tile.rows[o] + k * Weights::kBytes, rest);
-    for (int64_t c = 0; c < columns; ++c, sums += V::kLanes) {
-      const auto x = load_part<V, Float32>(bytes_of(tile.x + c * tile.x_stride + k), rest);
-      V::store(sums, V::multiply_add(weights, x, Float32::load(bytes_of(sums))));
-    }
-  }
-}
+// Inputs of a cache line of weights: what a tile reads of each row in one step.
+template <class Weights>
+inline constexpr int64_t kLineInputs = 64 / Weights::kBytes;
 
-// Each row asks for a line of a row ahead as often as it reads one: that keeps more lines in flight
-// than the hardware, which stops at each page, and needs no room in the first-level cache.
-template <class V, class Weights, int kColumns>
-void multiply_rows(const RowTile& tile) {
-  using F = typename V::F;
-  constexpr int kOutputs = tile_outputs<V>(kColumns);
-  constexpr int64_t kLanes = V::kLanes, kLine = 64 / Weights::kBytes;
-  const int64_t whole = tile.inputs / kLanes * kLanes, x_stride = tile.x_stride;
-  const float* const x = tile.x;
-  const unsigned char *rows[kOutputs], *ahead[kOutputs];
-  F sums[kOutputs][kColumns];
-#pragma GCC unroll 8
-  for (int o = 0; o < kOutputs; ++o) {
-    rows[o] = tile.rows[o], ahead[o] = tile.ahead[o];
-#pragma GCC unroll 6
-    for (int c = 0; c < kColumns; ++c)
-      sums[o][c] = tile.is_first ? V::broadcast(0.0f)
-                                 : Float32::load(bytes_of(tile.sums + (o * kColumns + c) * kLanes));
-  }
-// With 16 registers, that would move sums to the stack.
-#ifdef __AVX512F__
-#pragma GCC unroll 2
-#endif
-  for (int64_t k = 0; k < whole; k += kLanes) {
-    if (k % kLine == 0) {
-#pragma GCC unroll 8
-      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(ahead[o] + k * Weights::kBytes, 0, 2);
-    }
-    F inputs[kColumns];
-#pragma GCC unroll 6
-    for (int c = 0; c < kColumns; ++c) inputs[c] = Float32::load(bytes_of(x + c * x_stride + k));
-#pragma GCC unroll 8
-    for (int o = 0; o < kOutputs; ++o) {
-      const F weights = Weights::load(rows[o] + k * Weights::kBytes);
-#pragma GCC unroll 6
-      for (int c = 0; c < kColumns; ++c) {
-        sums[o][c] = V::multiply_add(weights, inputs[c], sums[o][c]);
-        V::pin(sums[o][c]);
+// The inputs after the last whole line, of rows o .. o + kOutputs - 1.
+template <class V, class Weights, int kColumns, int kOutputs>
+void multiply_rest(const PanelPart& part, int64_t begin, int64_t o, float* sums) {
+  for (int64_t k = begin; k < part.inputs; k += V::kLanes) {
+    const int64_t rest = part.inputs - k < V::kLanes ? part.inputs - k : V::kLanes;
+    float* to = sums;
+    for (int64_t i = o; i < o + kOutputs; ++i) {
+      const auto weights = load_part<V, Weights>(part.row(i) + k * Weights::kBytes, rest);
+      for (int c = 0; c < kColumns; ++c, to += V::kLanes) {
+        const auto x = load_part<V, Float32>(bytes_of(part.x + c * part.x_stride + k), rest);
+        V::store(to, V::multiply_add(weights, x, Float32::load(bytes_of(to))));
       }
     }
   }
-#pragma GCC unroll 8
-  for (int o = 0; o < kOutputs; ++o)
-#pragma GCC unroll 6
-    for (int c = 0; c < kColumns; ++c)
-      V::store(tile.sums + (o * kColumns + c) * kLanes, sums[o][c]);
-  if (whole < tile.inputs) multiply_rest<V, Weights>(tile, kColumns);
 }
 
+// Asks for a line of rows ahead as often as it reads one: that keeps more lines in flight than the
+// hardware, which stops at each page. They come to the second-level cache: the first one has no
+// room for them. Whole rows are asked for one after the other, as they lie in memory, and parts of
+// rows side by side.
+template <class V, class Weights, int kColumns, int kOutputs>
+void multiply_rows(const PanelPart& part) {
+  using F = typename V::F;
+  constexpr int64_t kLanes = V::kLanes, kLine = kLineInputs<Weights>;
+  const int64_t whole = part.inputs / kLine * kLine, x_stride = part.x_stride;
+  const int64_t ahead_stride = part.is_whole ? 64 : part.row_bytes;
+  const int64_t ahead_step = part.is_whole ? kOutputs * 64 : 64;
+  const int64_t distance =
+      kOutputs > 1 ? kOutputs : kAheadBytes / (part.inputs * Weights::kBytes) + 1;
+  const float* const x = part.x;
+  float* to = part.sums;
+  for (int64_t first = 0; first < kPanelOutputs; first += kOutputs) {
+    const int64_t below = first + distance;
+    const unsigned char* ahead = below < kPanelOutputs
+                                     ? part.rows + below * part.row_bytes
+                                     : part.next + (below - kPanelOutputs) * part.row_bytes;
+    const unsigned char* rows[kOutputs];
+    F sums[kOutputs][kColumns];
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; ++o) {
+      rows[o] = part.row(first + o);
+#pragma GCC unroll 6
+      for (int c = 0; c < kColumns; ++c)
+        sums[o][c] = part.is_first ? V::broadcast(0.0f)
+                                   : Float32::load(bytes_of(to + (o * kColumns + c) * kLanes));
+    }
+    for (int64_t k = 0; k < whole; k += kLine, ahead += ahead_step) {
+#pragma GCC unroll 8
+      for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(ahead + o * ahead_stride, 0, 2);
+// With 16 registers, more would move sums to the stack.
+#ifdef __AVX512F__
+#pragma GCC unroll 4
+#else
+#pragma GCC unroll 1
+#endif
+      for (int64_t at = k; at < k + kLine; at += kLanes) {
+        F inputs[kColumns];
+#pragma GCC unroll 6
+        for (int c = 0; c < kColumns; ++c)
+          inputs[c] = Float32::load(bytes_of(x + c * x_stride + at));
+#pragma GCC unroll 8
+        for (int o = 0; o < kOutputs; ++o) {
+          const F weights = Weights::load(rows[o] + at * Weights::kBytes);
+#pragma GCC unroll 6
+          for (int c = 0; c < kColumns; ++c) {
+            sums[o][c] = V::multiply_add(weights, inputs[c], sums[o][c]);
+            V::pin(sums[o][c]);
+          }
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; ++o)
+#pragma GCC unroll 6
+      for (int c = 0; c < kColumns; ++c) V::store(to + (o * kColumns + c) * kLanes, sums[o][c]);
+    if (whole < part.inputs) multiply_rest<V, Weights, kColumns, kOutputs>(part, whole, first, to);
+    to += kOutputs * kColumns * kLanes;
+  }
+}
+
+using MultiplyRows = void (*)(const PanelPart& part);
+
 template <class V, class Weights, int kColumns = V::kTileColumns>
-auto find_tile(int64_t columns) {
+MultiplyRows find_tile(int64_t columns) {
   if constexpr (kColumns > 1) {
     if (columns < kColumns) return find_tile<V, Weights, kColumns - 1>(columns);
   }
-  return multiply_rows<V, Weights, kColumns>;
+  return multiply_rows<V, Weights, kColumns, tile_outputs<V>(kColumns)>;
 }
 
 // A panel times up to kPassColumns columns. `next`: the panel that is read afterwards.
@@ -113,34 +150,25 @@ void panel_product(const RowPanel& panel, const RowPanel& next, int64_t inputs, 
   constexpr int64_t kLanes = V::kLanes, kPanelLanes = kPanelOutputs * kLanes;
   const int64_t tiles = (columns + V::kTileColumns - 1) / V::kTileColumns;
   const auto first = [&](int64_t t) { return columns * t / tiles; };
-  // Of an output that a panel lacks, the last row.
-  const auto row = [inputs](const RowPanel& of, int64_t output, int64_t k) {
-    const int64_t at = output < of.count ? output : of.count - 1;
-    return of.rows + (at * inputs + k) * Weights::kBytes;
-  };
   alignas(64) float sums[kPassColumns * kPanelLanes];
-  const int64_t part = tiles == 1 ? inputs : kPartInputs;
-  for (int64_t k = 0; k < inputs; k += part) {
-    const int64_t after = k + part < inputs ? k + part : 0;
+  const bool is_single = columns == 1 && inputs <= kSingleRow;
+  const int64_t row_bytes = inputs * Weights::kBytes, most = tiles == 1 ? inputs : kPartInputs;
+  for (int64_t k = 0; k < inputs; k += most) {
+    const int64_t after = k + most < inputs ? k + most : 0;
+    PanelPart part;
+    part.rows = panel.rows + k * Weights::kBytes;
+    part.next = (after != 0 ? panel : next).rows + after * Weights::kBytes;
+    part.row_bytes = row_bytes, part.count = panel.count;
+    part.inputs = inputs - k < most ? inputs - k : most;
+    part.is_first = k == 0;
+    part.x_stride = x_stride;
+    part.is_whole = tiles == 1;
     for (int64_t t = 0; t < tiles; ++t) {
-      const int64_t width = first(t + 1) - first(t);
-      const int64_t outputs = tile_outputs<V>(width);
-      RowTile tile;
-      tile.inputs = inputs - k < part ? inputs - k : part;
-      tile.x = x + first(t) * x_stride + k, tile.x_stride = x_stride;
-      tile.sums = sums + first(t) * kPanelLanes;
-      tile.is_first = k == 0;
-      for (int64_t o = 0; o < kPanelOutputs; o += outputs) {
-        for (int64_t i = o; i < o + outputs; ++i) {
-          tile.rows[i - o] = row(panel, i, k);
-          const int64_t below = i + outputs;
-          tile.ahead[i - o] = below < kPanelOutputs
-                                  ? row(panel, below, k)
-                                  : row(after != 0 ? panel : next, below - kPanelOutputs, after);
-        }
-        find_tile<V, Weights>(width)(tile);
-        tile.sums += outputs * width * kLanes;
-      }
+      part.x = x + first(t) * x_stride + k;
+      part.sums = sums + first(t) * kPanelLanes;
+      const MultiplyRows multiply = is_single ? multiply_rows<V, Weights, 1, 1>
+                                              : find_tile<V, Weights>(first(t + 1) - first(t));
+      multiply(part);
     }
   }
   for (int64_t t = 0; t < tiles; ++t) {
