@@ -8,8 +8,10 @@
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "../cpu/pages.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -234,6 +236,15 @@ void bind_decoder(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   using cpu::Decoder;
   m.attr("FIRST_FORMAT") = kFirstFormat;
+  m.def(
+      "use_huge_pages",
+      [](const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& memory, std::int64_t room,
+         int threads) {
+        std::vector<cpu::AddressRange> ranges;
+        for (const auto& [address, bytes] : memory) ranges.push_back({address, address + bytes});
+        return cpu::use_huge_pages(std::move(ranges), room, threads);
+      },
+      py::arg("memory"), py::arg("room"), py::arg("threads"), WithoutGil());
   py::class_<Decoder>(m, "Decoder")
       .def(py::init(&make))
       .def_property_readonly("bytes", &Decoder::bytes)

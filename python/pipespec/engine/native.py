@@ -37,7 +37,7 @@ from pipespec.models.quantized import (
     pages_released,
 )
 from pipespec.process.threads import Lock
-from pipespec_kernels._native import MemoryWatch
+from pipespec_kernels._native import MemoryWatch, use_huge_pages
 from pipespec_kernels.decoder import ANY, NativeDecoder, Taps
 from pipespec_kernels.env import host_memory
 
@@ -255,6 +255,7 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
     with torch.inference_mode(), announced("reading the weights"):
         form = NativeForm(model, reserved)
         parts, given = form.parts, probe_inputs(form.parts)
+        _into_huge_pages(form, reserved)
         if has_blocks(parts):
             with packed_copies_dropped(), pages_released(parts):
                 check_parts(form, given)
@@ -267,6 +268,24 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
                 return form
         _check(model, form, given)
         return form
+
+
+def _into_huge_pages(form: NativeForm, reserved: int) -> int:
+    """Move the weights that the form reads where the model has them into huge pages, with all that refers to them, and return how many bytes moved.
+
+    A checkpoint of 16 bits lies in the small pages of its file. None are moved where the system has no huge pages, or the weights would take more than half of
+    the free memory: a forward of few columns takes a fifth longer then. Weights may not be written to meanwhile, as in any forward.
+    """
+    total, free = host_memory()
+    weights = [
+        weight
+        for weight in form.parts.parameters()
+        # The form has copies of float32 matrices, or of none.
+        if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not form.nbytes)
+    ]
+    room = max(free // 2 - reserved, 0) if total else ANY
+    memory = [(weight.data_ptr(), weight.nbytes) for weight in weights if weight.is_contiguous()]
+    return int(use_huge_pages(memory, room, torch.get_num_threads()))
 
 
 def _own_outputs(model: PreTrainedModel | ModelParts, given: torch.Tensor) -> torch.Tensor:
