@@ -624,3 +624,24 @@ def test_sections_without_native_forms():
     parts = sections(make())
     assert open_sections(parts, native=False) == "transformers: native=False"
     assert {type(part._call).__name__ for part in parts} == {"LayerLoop"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_file_keep_their_values_ties_and_watch(tmp_path, tied):
+    kept = random_llama(3, hidden=256, vocabulary=8192, dtype=torch.bfloat16)
+    kept.config.tie_word_embeddings = tied
+    kept.tie_weights()
+    kept.save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    own, head = kept.state_dict(), model.lm_head.weight
+    address, prompt = head.data_ptr(), torch.tensor([[5, 6, 7]])
+    with pipespec.Pipeline(kept) as expected, pipespec.Pipeline(model) as pipeline:
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=8), expected.generate(prompt, max_new_tokens=8))
+        assert head.data_ptr() == address
+        assert (model.model.embed_tokens.weight.data_ptr() == address) == tied
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, own[name])
+        # A change through .data has no version.
+        for each in (kept, model):
+            each.lm_head.weight.data.copy_(each.lm_head.weight.data.flip(0))
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=8), expected.generate(prompt, max_new_tokens=8))

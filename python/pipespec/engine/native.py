@@ -279,8 +279,9 @@ def _into_huge_pages(form: NativeForm, reserved: int) -> int:
     total, free = host_memory()
     weights = [
         weight
-        for weight in form.parts.parameters()
-        # The form has copies of float32 matrices, or of none.
+        # Of an embedding few rows are read, unless it is the head, too.
+        for weight in form.parts._replace(embed=None).parameters()
+        # The form may have copies of float32 matrices.
         if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not form.nbytes)
     ]
     room = max(free // 2 - reserved, 0) if total else ANY
