@@ -2,7 +2,7 @@
 
     python -m bench.plot RESULTS                   figures and report.html of a run of ``bench.run``
     python -m bench.plot training.json             the curves of ``pipespec spd train``, as training.svg next to it
-    python -m bench.plot bench/results/real.json   README's table of real models, as real.svg next to it; the same for the summary.json of a run
+    python -m bench.plot bench/results/real.json   the table of real models, as real.svg next to it; the same for the summary.json of a run
 
 Other benchmarks call :func:`bars` and :func:`chart`, which return SVG. The same input gives the same file.
 """
@@ -307,10 +307,10 @@ def training(history: Sequence[dict[str, Any]]) -> str:
 
 
 def real(record: dict[str, Any]) -> str:
-    """Tokens/s of the rows of README's table, from a file of ``bench.real``."""
-    from bench.real import readme_table
+    """Tokens/s of the rows of the table, from a file of ``bench.real``."""
+    from bench.real import best_table
 
-    heads, _, *table = ([cell.strip() for cell in line.split("|")[1:-1]] for line in readme_table(record).splitlines())
+    heads, _, *table = ([cell.strip() for cell in line.split("|")[1:-1]] for line in best_table(record).splitlines())
     rows = []
     for i, kind in ((i, head.partition(":")[0]) for i, head in enumerate(heads) if head.endswith(": tokens/s")):
         rows += [Bar("", None, "")] if rows else []  # a gap

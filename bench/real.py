@@ -1,10 +1,10 @@
-"""Real models, row after row: pipespec with each option, with GGUF files, and other programs; the figures and README's table of such a run.
+"""Real models, row after row: pipespec with each option, with GGUF files, and other programs; the figures and table of such a run in docs/when-which.md.
 
     python -m tools.real_models build/real
     python -m bench.run --target build/real/q15-hf --drafts build/real/q05-hf --dtype bfloat16 --reference plain --tuning 0 --chat-template \
       --prompts code=humaneval.jsonl chat=mt_bench.jsonl --samples 2 --new-tokens 48 --repeats 3 --systems hf default "GGUF, default" --out run
     python -m bench.real run --json bench/results/real.json
-    python -m bench.real bench/results/real.json --readme README.md
+    python -m bench.real bench/results/real.json --page docs/when-which.md
 
 Importing this adds the rows to the systems of :mod:`bench.run`. A row of ``GGUF`` and one of llama.cpp reads NAME.gguf next to the folder NAME-hf of the target. Per row and
 kind of prompt, ``--json`` has the tokens/s of whole calls (sum of tokens over the sum of each prompt's median time), the ratio to our plain decoding, the worst prompt's
@@ -313,7 +313,7 @@ def record_of(folder: ResultsFolder) -> dict[str, Any]:
     return record | {"forward": forms, "rows": found, "failed": failed}
 
 
-README_ROWS = {
+TABLE_ROWS = {
     "HF generate()": "transformers `generate()`",
     "HF prompt lookup, 10": "transformers, prompt lookup",
     "HF assisted": "transformers, assisted by the draft",
@@ -328,15 +328,15 @@ README_ROWS = {
 }
 
 
-def readme_table(record: dict[str, Any]) -> str:
-    """The README's table of a results file: per row and kind of prompt the speed as a ratio to our plain decoding of the same run.
+def best_table(record: dict[str, Any]) -> str:
+    """The table of a results file: per row and kind of prompt the speed as a ratio to our plain decoding of the same run.
 
     Rows of a run of other programs lie under a key of their own, whose own plain decoding is the measure.
     """
     runs = [record, *(part for part in record.values() if isinstance(part, dict) and "machine" in part)]
     kinds = [kind for kind in dict.fromkeys(row["prompts"] for row in record["rows"]) if kind != "all"]
     rows = []
-    for name, label in README_ROWS.items():
+    for name, label in TABLE_ROWS.items():
         found = next(
             (
                 of
@@ -362,15 +362,15 @@ def main() -> None:
     parser = argparse.ArgumentParser("bench.real", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of bench.run, or a file of figures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of a run there")
-    parser.add_argument("--readme", type=Path, metavar="PAGE", help="rewrite the table of a page")
+    parser.add_argument("--page", type=Path, metavar="PAGE", help="rewrite the table of a page")
     args = parser.parse_args()
     record = (
         record_of(ResultsFolder(args.run)) if args.run.is_dir() else json.loads(args.run.read_text(encoding="utf-8"))
     )
     save(args.json, record)
-    print(readme_table(record))
-    if args.readme:
-        replace_table(args.readme, readme_table(record))
+    print(best_table(record))
+    if args.page:
+        replace_table(args.page, best_table(record))
 
 
 if __name__ == "__main__":

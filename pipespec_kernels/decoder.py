@@ -115,6 +115,7 @@ class NativeDecoder:
         )
         self._addresses = at = Addresses()
         h, v = shape.hidden, shape.vocabulary
+        sizes = h, shape.heads, shape.latent, shape.rotated
         self._native = _native.Decoder(
             *shape.native(),
             [
@@ -132,6 +133,7 @@ class NativeDecoder:
                     layer.head_norms(shape),
                     None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", h, at),
                     None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
+                    None if layer.latent is None else layer.latent.native(f"layers[{i}].latent", sizes, at),
                 )
                 for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
             ],
@@ -195,7 +197,8 @@ class NativeDecoder:
             hidden: float32 ``[rows, q, H]``; is not changed.
             keys: float32 or bfloat16 ``[layers, rows, kv_heads, capacity, head_dim]``, the layers being all of this decoder's.
                 Any strides, the last dimension contiguous. Row ``r`` is written at ``lengths[r] .. lengths[r] + q - 1``.
-            values: Like ``keys``.
+            values: Like ``keys``. With a latent, ``keys [.., latent]`` are the latents, and ``values [.., rotary_dim]`` the rotated parts, which lie right
+                behind them in one tensor.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
                 positions up to its own, or of these the last ones that the layer's window holds.
             cos: float32 ``[rotations, positions, rotary_dim]``, contiguous, or ``[positions, rotary_dim]`` for one rotation. Row ``p`` belongs to position
@@ -347,13 +350,16 @@ def _cache(
     code = CODES.get(keys.dtype)
     if code is None or values.dtype is not keys.dtype:
         raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
-    shape = keys.shape
-    if len(shape) != 5 or (layers, rows, sizes.kv_heads, shape[3], sizes.head_dim) != shape:
+    shape, size = keys.shape, sizes.latent or sizes.head_dim
+    if len(shape) != 5 or (layers, rows, sizes.kv_heads, shape[3], size) != shape:
         raise ValueError(
-            f"keys must be [{layers}, {rows}, {sizes.kv_heads}, capacity, {sizes.head_dim}], got shape {tuple(shape)}"
+            f"keys must be [{layers}, {rows}, {sizes.kv_heads}, capacity, {size}], got shape {tuple(shape)}"
         )
-    if values.shape != shape:
+    if values.shape != (*shape[:4], sizes.rotated if sizes.latent else size):
         raise ValueError(f"values are {tuple(values.shape)}, keys are {tuple(shape)}")
+    behind = keys.data_ptr() + size * keys.element_size()
+    if sizes.latent and keys.numel() and (values.data_ptr() != behind or values.stride() != keys.stride()):
+        raise ValueError("the rotated parts of keys must lie right behind their latents, as values")
     key_strides, value_strides = keys.stride(), values.stride()
     if (key_strides[4] != 1 or value_strides[4] != 1) and shape[4] > 1:
         raise ValueError(

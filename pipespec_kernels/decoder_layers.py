@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from pipespec_kernels import _native
 from pipespec_kernels.experts import Experts
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.latent import Latent
 from pipespec_kernels.packed import format_code
 from pipespec_kernels.recurrent import Recurrent
 from pipespec_kernels.rows import OrderedRows
@@ -55,6 +57,7 @@ class DecoderShape:
         embedding_scale: Factor of the embeddings.
         logit_scale: Factor of the logits.
         logit_softcap: As ``softcap``, of the logits after their factor.
+        latent: With latent attention, the first elements of a key, which are its value, too; the rotated ones follow. 0: keys and values differ.
     """
 
     hidden: int
@@ -77,6 +80,7 @@ class DecoderShape:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    latent: int = 0
 
     @property
     def rotated(self) -> int:
@@ -92,6 +96,10 @@ class DecoderShape:
             raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
         if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
             raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {self.head_dim}, got {self.rotated}")
+        if self.latent and (self.kv_heads != 1 or self.latent + self.rotated != self.head_dim):
+            raise ValueError(
+                f"a latent and rotary_dim make up one head of keys, got {self.latent}, {self.rotated} and {self.head_dim} in {self.kv_heads} heads"
+            )
         if self.activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, got {self.activation!r}")
         if self.norm not in _NORMS:
@@ -103,7 +111,16 @@ class DecoderShape:
 
     def native(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
         """Sizes, kinds and constants as the native code takes them."""
-        sizes = self.hidden, self.intermediate, self.heads, self.kv_heads, self.head_dim, self.vocabulary, self.rotated
+        sizes = (
+            self.hidden,
+            self.intermediate,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.vocabulary,
+            self.rotated,
+            self.latent,
+        )
         kinds = (
             _ACTIVATIONS[self.activation],
             _NORMS[self.norm],
@@ -120,7 +137,8 @@ class LayerWeights:
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
     Without a ``gate``, the activation is that of ``up``.
-    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. What a head gives is
+    With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. A ``latent``
+    attention takes the place of ``q``, ``k`` and ``v``, in all layers or in none. What a head gives is
     multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
 
     The norms of a layer, ``[H]``, each of which may lack: ``input_norm`` in front of the attention, ``o_norm`` of what the attention adds, ``post_norm`` in front
@@ -172,10 +190,21 @@ class LayerWeights:
     rope: int | None = 0
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    latent: Latent | None = None
 
     def check(self, name: str, shape: DecoderShape) -> None:
         """Raise ``ValueError`` for a layer that lacks an attention or a feed-forward, or has two of one."""
-        for part, other, names in (("recurrent", self.recurrent, _ATTENTION), ("experts", self.experts, _FEED_FORWARD)):
+        if (self.latent is not None) != (shape.latent > 0):
+            raise ValueError(f"{name} has latents, and the shape has none, or the reverse")
+        if self.latent is not None and self.o is None:
+            raise ValueError(f"{name} has no o")
+        instead: list[tuple[str, Any, tuple[str, ...]]] = [
+            ("recurrent", self.recurrent, _ATTENTION),
+            ("experts", self.experts, _FEED_FORWARD),
+        ]
+        if self.latent is not None:
+            instead[0] = ("latent", self.latent, _ATTENTION[:-1])
+        for part, other, names in instead:
             lacking = [each for each in names if getattr(self, each) is None]
             if lacking and other is None:
                 raise ValueError(f"{name} has neither {lacking[0]} nor {part}")
@@ -183,8 +212,10 @@ class LayerWeights:
                 raise ValueError(f"{name} has {part}, and takes none of {', '.join(names)}")
         if self.experts is not None and (self.gate is not None or shape.is_parallel):
             raise ValueError(f"{name} has experts, and takes no gate, and cannot be parallel")
-        if self.recurrent is not None and any(w is not None for w in (self.side_norm, self.q_gate, self.sinks)):
-            raise ValueError(f"{name} is recurrent, and takes none of side_norm, q_gate and sinks")
+        others = (self.side_norm, self.q_gate, self.sinks)
+        for kind, own in (("is recurrent", self.recurrent), ("has latents", self.latent)):
+            if own is not None and any(weight is not None for weight in others):
+                raise ValueError(f"{name} {kind}, and takes none of side_norm, q_gate and sinks")
 
     def head_norms(self, shape: DecoderShape) -> int:
         """What the norms of queries and keys are for."""
@@ -203,7 +234,7 @@ class LayerWeights:
             "q_gate": (q, inputs),
             "k": (kv, inputs),
             "v": (kv, inputs),
-            "o": (h, q),
+            "o": (h, q if self.latent is None else self.latent.outputs()),
             "gate": (i, h),
             "up": (i, h),
             "down": (h, i),

@@ -49,6 +49,7 @@ class Recurrent:
         inputs_bias: An entry per row of ``inputs``.
         out_bias: ``[H]``.
         kernel_bias: ``[C]``.
+        is_tiled: The columns of ``out`` go by the place of a head among those of its head of keys, and by the head of keys then.
     """
 
     inputs: Tensor | QuantizedMatrix | OrderedRows
@@ -64,6 +65,7 @@ class Recurrent:
     inputs_bias: Tensor | None = None
     out_bias: Tensor | None = None
     kernel_bias: Tensor | None = None
+    is_tiled: bool = False
 
     @property
     def state_sizes(self) -> StateSizes:
@@ -93,7 +95,12 @@ class Recurrent:
             ("decay_bias", self.decay_bias, (heads,)),
             ("norm", self.norm, (value_dim,)),
         )
-        return [at(f"{name}.{part}", weight, size) for part, weight, size in weights], (*self.heads, channels, taps)
+        return [at(f"{name}.{part}", weight, size) for part, weight, size in weights], (
+            *self.heads,
+            channels,
+            taps,
+            int(self.is_tiled),
+        )
 
 
 class States(NamedTuple):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
+import functools
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 from pipespec import trust
 from pipespec.schedules import base
+from pipespec.schedules.asynchronous import local
+from tests.support.worker_forks import WorkerForks
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -163,27 +166,35 @@ LIMITS = ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S")
 """Time limits of local drafts."""
 
 
+@functools.cache
+def worker_forks() -> WorkerForks:
+    """Of this process."""
+    forks = WorkerForks()
+    atexit.register(forks.close)
+    return forks
+
+
 @contextmanager
-def long_limits() -> Iterator[None]:
+def drafts_of(node: pytest.Item | pytest.Collector) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
-        # Tests that do not import it start no processes.
-        if local := sys.modules.get("pipespec.schedules.asynchronous.local"):
-            for name in LIMITS:
-                patch.setattr(local, name, SECONDS)
+        for name in LIMITS:
+            patch.setattr(local, name, SECONDS)
+        if node.get_closest_marker("fresh_drafts") is None:
+            patch.setattr(local, "_started", lambda fd: worker_forks().start(fd))
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
-def patience_of_fixtures() -> Iterator[None]:
+def patience_of_fixtures(request: pytest.FixtureRequest) -> Iterator[None]:
     """As ``patience``, for the pipelines that all tests of a file share."""
-    with long_limits():
+    with drafts_of(request.node):
         yield
 
 
 @pytest.fixture(autouse=True)
-def patience() -> Iterator[None]:
-    """Long time limits, so that a worker on a busy machine does not count as hung. Tests of a limit set it."""
-    with long_limits():
+def patience(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Long time limits, so that a worker on a busy machine does not count as hung (tests of a limit set it), and processes that start soon."""
+    with drafts_of(request.node):
         yield
 
 

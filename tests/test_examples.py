@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from tests.waiting import SECONDS, until
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,9 +64,59 @@ def test_own_draft() -> None:
     assert "def mean(values):" in run("own_draft.py")
 
 
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray, with the extra serve")
+def test_ray_serve(tmp_path: Path) -> None:
+    """A replica is killed in a stream and in a whole answer: the client is told to send the request again, and another replica answers it rightly."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    command = [sys.executable, ROOT / "examples" / "ray_serve.py", "--port", str(port)]
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
+    environment |= {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def ask(prompt: str = "def mean(values):", **fields: Any) -> Any:
+        body = {"prompt": prompt, "max_tokens": 450, "temperature": 0, "ignore_eos": True} | fields
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        return urllib.request.urlopen(request, timeout=SECONDS)
+
+    def text(answer: Any) -> str:
+        return json.load(answer)["choices"][0]["text"]
+
+    def kill(answer: Any) -> None:
+        os.kill(int(answer.headers["x-replica"].rpartition(":")[2]), signal.SIGKILL)
+
+    def interrupted(**fields: Any) -> tuple[int, str]:
+        """Status and text of an answer whose replica is killed meanwhile."""
+        home = ask(max_tokens=1)
+        threading.Timer(0.05, kill, [home]).start()
+        try:
+            answer = ask(**fields)
+            return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    with (
+        (tmp_path / "log").open("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | environment) as server,
+    ):
+        try:
+            until(lambda: "serving on" in (tmp_path / "log").read_text() or server.poll() is not None, "it serves")
+            right = text(ask())
+            homes = {ask("def total(values):\n" * 20 + end, max_tokens=1).headers["x-replica"] for end in "abcdef"}
+            assert len(homes) == 1
+            for fields, statuses in (({"stream": True}, (200, 503)), ({}, (503,))):
+                while "send the request again" not in (answer := interrupted(**fields))[1]:
+                    assert answer[0] == 200  # it was complete before
+                assert answer[0] in statuses
+                assert text(ask()) == right
+        finally:
+            server.terminate()
+    assert server.returncode == 0
+
+
 def test_every_script_has_a_test_and_a_row() -> None:
     scripts = [path.stem for path in (ROOT / "examples").glob("*.py")]
-    assert len(scripts) == 5
+    assert len(scripts) == 6
     assert all(f"test_{script}" in globals() for script in scripts)
     page = (ROOT / "examples" / "README.md").read_text()
     assert all(f"`{script}.py" in page for script in scripts)

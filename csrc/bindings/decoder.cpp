@@ -72,9 +72,10 @@ cpu::LayerWeights layer(const LayerAt& at) {
 }
 
 // In the order of cpu::DecoderShape.
-cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::array<int, 5>& kinds,
+cpu::DecoderShape shape(const std::array<std::int64_t, 8>& sizes, const std::array<int, 5>& kinds,
                         const std::array<float, 8>& numbers) {
-  const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim] = sizes;
+  const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim, latent] =
+      sizes;
   const auto [activation, norm, rotates_pairs, norms_rotated, is_parallel] = kinds;
   const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap] =
       numbers;
@@ -97,7 +98,8 @@ cpu::DecoderShape shape(const std::array<std::int64_t, 7>& sizes, const std::arr
           residual,
           embedding,
           logit,
-          logit_softcap};
+          logit_softcap,
+          latent};
 }
 
 // In the order of pipespec_kernels.experts: weights; sizes; the factor of the weights, jitter,
@@ -125,8 +127,9 @@ cpu::ExpertWeights experts(const ExpertsAt& at) {
   return w;
 }
 
-// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps.
-using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 6>>;
+// In the order of pipespec_kernels.recurrent: weights; heads and sizes, channels, taps, order of
+// the outputs.
+using RecurrentAt = std::tuple<std::array<WeightsAt, 12>, std::array<std::int64_t, 7>>;
 
 cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
   const auto& [tensors, sizes] = at;
@@ -135,16 +138,31 @@ cpu::RecurrentWeights recurrent(const RecurrentAt& at) {
                                   &w.out,         &w.in_bias,   &w.out_bias,   &w.kernel,
                                   &w.kernel_bias, &w.decay_log, &w.decay_bias, &w.norm};
   for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
-  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  w.delta = {sizes[0], sizes[1], sizes[2], sizes[3], sizes[6] != 0};
   w.channels = sizes[4], w.taps = sizes[5];
   return w;
 }
 
-// Of a layer: window, adds_to_norm, rope, head_norms, experts, what is recurrent.
-using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>,
-                             std::optional<RecurrentAt>>;
+// In the order of pipespec_kernels.latent: weights; sizes; the epsilon of the norms.
+using LatentAt = std::tuple<std::array<WeightsAt, 9>, std::array<std::int64_t, 3>, float>;
 
-std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
+cpu::LatentWeights latent(const LatentAt& at) {
+  const auto& [tensors, sizes, eps] = at;
+  cpu::LatentWeights w;
+  cpu::Weights* const fields[] = {&w.query_latents, &w.queries,      &w.latents,
+                                  &w.keys,          &w.values,       &w.norm,
+                                  &w.query_norm,    &w.latents_bias, &w.query_latents_bias};
+  for (std::size_t i = 0; i < tensors.size(); ++i) *fields[i] = weights(tensors[i]);
+  w.plain = sizes[0], w.value_dim = sizes[1], w.query_rank = sizes[2];
+  w.eps = eps;
+  return w;
+}
+
+// Of a layer: window, adds_to_norm, rope, head_norms, experts, what is recurrent, latents.
+using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>,
+                             std::optional<RecurrentAt>, std::optional<LatentAt>>;
+
+std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
                                    const std::array<int, 5>& kinds,
                                    const std::array<float, 8>& numbers,
                                    const std::vector<LayerAt>& layers,
@@ -158,9 +176,12 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 7>& sizes,
     int head_norms = 0;
     std::optional<ExpertsAt> of_experts;
     std::optional<RecurrentAt> of_recurrent;
-    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts, of_recurrent) = rest.at(i);
+    std::optional<LatentAt> of_latent;
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts, of_recurrent, of_latent) =
+        rest.at(i);
     if (of_experts) w.experts = experts(*of_experts);
     if (of_recurrent) w.recurrent = recurrent(*of_recurrent);
+    if (of_latent) w.latent = latent(*of_latent);
     w.head_norms = cpu::HeadNorms(head_norms);
   }
   py::gil_scoped_release without_gil;

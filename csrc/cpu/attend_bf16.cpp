@@ -17,16 +17,16 @@ struct PairSteps {
   static constexpr int kStep = 2, kWord = 2;
   static constexpr bool kInPlace = false;
 
-  static void put_word(I word, float* to, int64_t) { _mm512_storeu_si512(to, word); }
-  static void put_rows(const unsigned char* const (&rows)[2], int64_t n, float* to) {
+  static void split(I word, F (&to)[1]) { to[0] = _mm512_castsi512_ps(word); }
+  static void join(const unsigned char* const (&rows)[2], int64_t n, F (&to)[2]) {
     const I low = _mm512_setr_epi32(0 | 32 << 16, 1 | 33 << 16, 2 | 34 << 16, 3 | 35 << 16,
                                     4 | 36 << 16, 5 | 37 << 16, 6 | 38 << 16, 7 | 39 << 16,
                                     8 | 40 << 16, 9 | 41 << 16, 10 | 42 << 16, 11 | 43 << 16,
                                     12 | 44 << 16, 13 | 45 << 16, 14 | 46 << 16, 15 | 47 << 16);
     const I high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     const I a = part(rows[0], n), b = part(rows[1], n);
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
+    to[0] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, low, b));
+    to[1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, high, b));
   }
   static F spread(const float* x) {
     int32_t pair;

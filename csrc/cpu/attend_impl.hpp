@@ -10,6 +10,7 @@
 
 #include <stdint.h>
 
+#include "attend_products.hpp"
 #include "decoder_kernels.hpp"
 #include "exponential.hpp"
 #include "lanes.hpp"
@@ -17,127 +18,7 @@
 namespace pipespec::cpu {
 namespace {
 
-inline constexpr int64_t kAttendChunk = 64;
 inline constexpr int64_t kAttendQueries = 64;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// The three ways to multiply. A step of a product takes kStep elements of a key, or of kStep
-// positions, at once. Storage is read in words of 32 bits, which hold kWord elements.
-
-template <class V>
-struct SingleSteps {  // float32
-  using Format = Float32;
-  static constexpr int kStep = 1, kWord = 1;
-  static constexpr bool kInPlace = true;  // values are multiplied where they lie
-
-  static void put_word(typename V::I word, float* to, int64_t) { V::store(to, V::float_of(word)); }
-  static void put_rows(const unsigned char* const (&rows)[1], int64_t n, float* to) {
-    V::store(to, n < V::kLanes ? load_part<V, Float32>(rows[0], n) : Float32::load(rows[0]));
-  }
-  static typename V::F spread(const float* x) { return V::broadcast(*x); }
-  static typename V::F dot(typename V::F a, typename V::F b, typename V::F sum) {
-    return V::multiply_add(a, b, sum);
-  }
-  // What products read in place of n factors a.
-  static void round(const float*, int64_t, float*) {}
-};
-
-template <class V>
-struct HalfSteps : SingleSteps<V> {  // bfloat16 that is multiplied as float32
-  using Format = BFloat16;
-  static constexpr int kStep = 1, kWord = 2;
-  static constexpr bool kInPlace = false;
-
-  static void put_word(typename V::I word, float* to, int64_t stride) {
-    V::store(to, V::float_of(V::template shift_left<16>(word)));
-    V::store(to + stride, V::float_of(V::bit_and(word, V::broadcast(int32_t(0xFFFF0000)))));
-  }
-  static void put_rows(const unsigned char* const (&rows)[1], int64_t n, float* to) {
-    V::store(to, n < V::kLanes ? load_part<V, BFloat16>(rows[0], n) : BFloat16::load(rows[0]));
-  }
-};
-
-// out[q, l] = (or +=, unless `fresh`) the sum over the steps of a[q, step] * b[step, l].
-struct SmallProduct {
-  const float* a;
-  int64_t a_stride;
-  const float* b;
-  int64_t b_stride, steps;
-  float* out;
-  int64_t out_stride;
-  bool fresh;
-  const unsigned char* ahead;  // what to ask for with the first step
-  int64_t ahead_bytes;         // from one step to the next
-};
-
-template <class V, class Steps, int kQueries, int kVectors>
-void multiply_tile(const SmallProduct& p) {
-  using F = typename V::F;
-  const float *const a = p.a, *b = p.b;
-  const unsigned char* ahead = p.ahead;
-  F sums[kQueries][kVectors];
-#pragma GCC unroll 8
-  for (int q = 0; q < kQueries; ++q)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v)
-      sums[q][v] = p.fresh ? V::broadcast(0.0f)
-                           : Float32::load(bytes_of(p.out + q * p.out_stride + v * V::kLanes));
-  for (int64_t s = 0; s < p.steps; ++s, b += p.b_stride, ahead += p.ahead_bytes) {
-    for (int64_t i = 0; i < p.ahead_bytes; i += 64) __builtin_prefetch(ahead + i);
-    F packed[kVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) packed[v] = Float32::load(bytes_of(b + v * V::kLanes));
-#pragma GCC unroll 8
-    for (int q = 0; q < kQueries; ++q) {
-      const F x = Steps::spread(a + q * p.a_stride + s);
-#pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sums[q][v] = Steps::dot(packed[v], x, sums[q][v]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int q = 0; q < kQueries; ++q)
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v)
-      V::store(p.out + q * p.out_stride + v * V::kLanes, sums[q][v]);
-}
-
-using Tile = void (*)(const SmallProduct&);
-
-template <class V, class Steps, int kQueries, int kVectors>
-Tile find_tile(int64_t queries, int64_t vectors) {
-  if constexpr (kQueries > 1) {
-    if (queries < kQueries) return find_tile<V, Steps, kQueries - 1, kVectors>(queries, vectors);
-  }
-  if constexpr (kVectors > 1) {
-    if (vectors < kVectors) return find_tile<V, Steps, kQueries, kVectors - 1>(queries, vectors);
-  }
-  return multiply_tile<V, Steps, kQueries, kVectors>;
-}
-
-// Asks for `ahead_bytes` at `ahead` on the way: memory is at work while this computes.
-template <class V, class Steps>
-void multiply(SmallProduct p, int64_t queries, int64_t vectors) {
-  constexpr int kQueries = V::kTileQueries, kVectors = V::kTileVectors;
-  const int64_t tiles = (queries + kQueries - 1) / kQueries;
-  const int64_t sweeps = tiles * ((vectors + kVectors - 1) / kVectors);
-  const unsigned char* const end = p.ahead + p.ahead_bytes;
-  p.ahead_bytes = larger(p.ahead_bytes / (sweeps * p.steps), 64);
-  for (int64_t v = 0; v < vectors; v += kVectors) {
-    const int64_t wide = vectors - v < kVectors ? vectors - v : kVectors;
-    for (int64_t i = 0; i < tiles; ++i) {
-      const int64_t first = queries * i / tiles, count = queries * (i + 1) / tiles - first;
-      SmallProduct tile = p;
-      tile.a += first * p.a_stride;
-      tile.b += v * V::kLanes;
-      tile.out += first * p.out_stride + v * V::kLanes;
-      if (p.ahead >= end) tile.ahead_bytes = 0;
-      find_tile<V, Steps, kQueries, kVectors>(count, wide)(tile);
-      p.ahead += tile.ahead_bytes * p.steps;
-    }
-  }
-}
 
 // limit * tanh(x / limit), with tanh(u) = sign(u) (1 - e^(-2 |u|)) / (1 + e^(-2 |u|)). That form
 // cancels where u is small; there it is x (1 + u^2 P(u^2)), with the polynomial of Cephes' tanhf.
@@ -240,58 +121,100 @@ class QueryBlock {
     const int64_t base = span * kAttendSpan;
     const int64_t begin = larger(begins_[0] / kAttendChunk * kAttendChunk - base, 0);
     const int64_t end = smaller(rounded_up(ends_[count_ - 1] - base, 2 * kLanes), kAttendSpan);
+    const bool is_few = count_ <= kFewQueries && reads_storage<V, Steps>(task_.head_dim);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
-      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
-      pack_keys(base + at, n);
-      SmallProduct p{queries_,     padded_,     packed_, kAttendChunk, steps_of(task_.head_dim),
-                     scores_ + at, kAttendSpan, true,    nullptr,      0};
-      if (next < end)
-        ask_for(task_.keys, task_.key_stride, base + next, p);
-      else
-        ask_for(task_.values, task_.value_stride, base + begin, p);
-      multiply<V, Steps>(p, count_, n / kLanes);
+      const int64_t n = smaller(end - at, kAttendChunk);
+      const Chunk next = at + n < end ? Chunk{task_.keys, task_.key_stride, base + at + n}
+                                      : Chunk{task_.values, task_.value_stride, base + begin};
+      is_few ? score_few(base, at, n, next) : score(base, at, n, next);
     }
     for (int64_t q = 0; q < count_; ++q) soften(q, base, begin, end);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
-      const int64_t n = smaller(end - at, kAttendChunk), next = at + kAttendChunk;
-      SmallProduct p{scores_ + at / Steps::kStep,
-                     kAttendSpan,
-                     packed_,
-                     padded_,
-                     n / Steps::kStep,
-                     values_,
-                     padded_,
-                     at == begin,
-                     nullptr,
-                     0};
-      if (next < end)
-        ask_for(task_.values, task_.value_stride, base + next, p);
+      const int64_t n = smaller(end - at, kAttendChunk);
+      const Chunk next = at + n < end ? Chunk{task_.values, task_.value_stride, base + at + n}
+                                      : Chunk{task_.keys, task_.key_stride, base + end};
+      if (Steps::kInPlace && task_.head_dim % kLanes == 0)
+        weigh_in_place(base, at, n, at == begin, next);
+      else if (is_few)
+        weigh_few(base, at, n, at == begin, next);
       else
-        ask_for(task_.keys, task_.key_stride, base + end, p);
-      if (Steps::kInPlace && task_.head_dim % kLanes == 0) {
-        const int64_t first = larger(at, begins_[0] - base);
-        p.a = scores_ + first;
-        p.b = static_cast<const float*>(task_.values) + (base + first) * task_.value_stride;
-        p.b_stride = task_.value_stride;
-        p.steps = smaller(at + n, ends_[count_ - 1] - base) - first;
-        multiply<V, Steps>(p, count_, task_.head_dim / kLanes);
-      } else {
-        pack_values(base + at, n);
-        multiply<V, Steps>(p, count_, padded_ / kLanes);
-      }
+        weigh(base, at, n, at == begin, next);
     }
   }
 
  private:
+  // Keys or values from a position on.
+  struct Chunk {
+    const void* tokens;
+    int64_t stride, position;
+    int64_t bytes() const { return stride * Steps::Format::kBytes; }
+    const unsigned char* begin() const {
+      return static_cast<const unsigned char*>(tokens) + position * bytes();
+    }
+  };
+
+  // The scores of positions base + at .. base + at + n - 1, and the values of these positions.
+  void score(int64_t base, int64_t at, int64_t n, const Chunk& next) {
+    pack_keys(base + at, n);
+    SmallProduct p{queries_,     padded_,     packed_, kAttendChunk, steps_of(task_.head_dim),
+                   scores_ + at, kAttendSpan, true,    nullptr,      0};
+    ask_for(next, p);
+    multiply<V, Steps>(p, count_, n / kLanes);
+  }
+  void weigh(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
+    pack_values(base + at, n);
+    SmallProduct p{weights(at), kAttendSpan, packed_, padded_, n / Steps::kStep,
+                   values_,     padded_,     fresh,   nullptr, 0};
+    ask_for(next, p);
+    multiply<V, Steps>(p, count_, padded_ / kLanes);
+  }
+  void weigh_in_place(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
+    const int64_t first = larger(at, begins_[0] - base);
+    SmallProduct p{scores_ + first,
+                   kAttendSpan,
+                   static_cast<const float*>(task_.values) + (base + first) * task_.value_stride,
+                   task_.value_stride,
+                   smaller(at + n, ends_[count_ - 1] - base) - first,
+                   values_,
+                   padded_,
+                   fresh,
+                   nullptr,
+                   0};
+    ask_for(next, p);
+    multiply<V, Steps>(p, count_, task_.head_dim / kLanes);
+  }
+  const float* weights(int64_t at) const { return scores_ + at / Steps::kStep; }
+
+  // The same straight from storage.
+  void score_few(int64_t base, int64_t at, int64_t n, const Chunk& next) {
+    const Rows rows = rows_of({task_.keys, task_.key_stride, base + at}, n, next);
+    multiply_few<V, Steps, true>(
+        {rows, task_.head_dim, queries_, padded_, scores_ + at, kAttendSpan, true}, count_);
+  }
+  void weigh_few(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
+    const Rows rows = rows_of({task_.values, task_.value_stride, base + at}, n, next);
+    multiply_few<V, Steps, false>(
+        {rows, task_.head_dim, weights(at), kAttendSpan, values_, padded_, fresh}, count_);
+  }
+  Rows rows_of(const Chunk& chunk, int64_t n, const Chunk& next) const {
+    Rows rows;
+    rows.count = n;
+    for (int64_t l = 0; l < n; ++l) rows.at[l] = at(chunk.tokens, chunk.stride, chunk.position + l);
+    const int64_t more = smaller(kAttendChunk, ends_[count_ - 1] - next.position);
+    rows.next = next.begin();
+    rows.end =
+        more > 0 && next.stride <= 2 * task_.head_dim ? rows.next + more * next.bytes() : rows.next;
+    return rows;
+  }
+
   static int64_t steps_of(int64_t elements) { return (elements + Steps::kStep - 1) / Steps::kStep; }
 
-  // Lets a product ask for the chunk of tokens at a position.
-  void ask_for(const void* tokens, int64_t stride, int64_t position, SmallProduct& p) const {
-    const int64_t size = stride * Steps::Format::kBytes;
-    const int64_t n = smaller(kAttendChunk, ends_[count_ - 1] - position);
-    if (n <= 0 || stride > 2 * task_.head_dim) return;
-    p.ahead = static_cast<const unsigned char*>(tokens) + position * size;
-    p.ahead_bytes = n * size;
+  // Lets a product ask for a chunk.
+  void ask_for(const Chunk& chunk, SmallProduct& p) const {
+    const int64_t n = smaller(kAttendChunk, ends_[count_ - 1] - chunk.position);
+    if (n <= 0 || chunk.stride > 2 * task_.head_dim) return;
+    p.ahead = chunk.begin();
+    p.ahead_bytes = n * chunk.bytes();
   }
 
   // Positions that no query sees are replaced by the nearest ones that are seen.
@@ -323,8 +246,12 @@ class QueryBlock {
         }
         V::transpose(words);
 #pragma GCC unroll 16
-        for (int64_t l = 0; l < kLanes; ++l, to += kWords * kAttendChunk)
-          Steps::put_word(words[l], to, kAttendChunk);
+        for (int64_t l = 0; l < kLanes; ++l) {
+          typename V::F parts[kWords];
+          Steps::split(words[l], parts);
+          for (int64_t part = 0; part < kWords; ++part, to += kAttendChunk)
+            V::store(to, parts[part]);
+        }
       }
     }
   }
@@ -338,7 +265,9 @@ class QueryBlock {
         rows[j] = at(task_.values, task_.value_stride, first + i + j);
       float* const to = packed_ + i / kStep * padded_;
       for (int64_t d = 0; d < padded_; d += kElements) {
-        Steps::put_rows(rows, larger(task_.head_dim - d, 0), to + d);
+        typename V::F parts[kStep];
+        Steps::join(rows, larger(task_.head_dim - d, 0), parts);
+        for (int64_t j = 0; j < kStep; ++j) V::store(to + d + j * kLanes, parts[j]);
         for (const unsigned char*& row : rows) row += kElements * Steps::Format::kBytes;
       }
     }

@@ -52,6 +52,7 @@ Scratch& scratch() {
 // What a caller needs for one forward: hidden states, and what the layers hand on.
 struct Workspace {
   Buffer hidden, joined, qkv, attended, partials, activated, added, rounded[2];
+  Buffer queries, absorbed, values;  // of latent attention
 };
 
 Workspace& workspace() {
@@ -96,6 +97,7 @@ struct Decoder::Job {
     kHead,
     kRound,
     kProject,
+    kQueries,
     kNormHeads,
     kFinish,
     kAttend,
@@ -148,6 +150,7 @@ struct Decoder::Job {
 
   const Layer* layer = nullptr;
   float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
+  float *queries = nullptr, *absorbed = nullptr;  // of latent attention
   float* added = nullptr;  // [part, H], what a norm behind a product reads
   const Norm* behind = nullptr;
   int64_t spans = 0;  // of the longest row
@@ -235,6 +238,8 @@ struct Decoder::Job {
         return round_row(i);
       case Phase::kProject:
         return project(i);
+      case Phase::kQueries:
+        return project_queries(i);
       case Phase::kNormHeads:
         return norm_heads(i);
       case Phase::kFinish:
@@ -270,6 +275,7 @@ struct Decoder::Job {
   }
 
   const Matrix& projection() const {
+    if (layer->latent.is_used()) return layer->latent.in;
     return layer->recurrent.is_used() ? layer->recurrent.in : layer->qkv;
   }
   int64_t qkv_width() const { return projection().panels() * kPanel; }
@@ -370,20 +376,23 @@ struct Decoder::Job {
     over_all(layer->k_norm, key_at(), shape.head_dim);
   }
 
+  // x, rotated by the angles of a position, where the layer rotates.
+  void rotate_at(float* x, int64_t position) const {
+    if (layer->rope < 0) return;
+    const int64_t r = shape.rotary_dim, at = (layer->rope * columns->positions + position) * r;
+    (shape.rotates_pairs ? rotate_neighbours : rotate)(x, columns->cos + at, columns->sin + at, r);
+  }
+
   // The norm of one head, number `head` of its kind, and its rotation at a position.
   void norm_and_rotate(float* x, const Norm& norm, int64_t head, int64_t position) const {
-    const int64_t d = shape.head_dim, r = shape.rotary_dim;
+    const int64_t d = shape.head_dim;
     const bool has_norm = !norm.weight.empty() && layer->head_norms != HeadNorms::kJoint;
     const auto normalize_head = [&] {
       const int64_t at = layer->head_norms == HeadNorms::kOwn ? head * d : 0;
       normalize(norm.weight.data() + at, nullptr, x, d, x);
     };
     if (has_norm && !shape.norms_rotated) normalize_head();
-    if (layer->rope >= 0) {
-      const int64_t at = (layer->rope * columns->positions + position) * r;
-      (shape.rotates_pairs ? rotate_neighbours : rotate)(x, columns->cos + at, columns->sin + at,
-                                                         r);
-    }
+    rotate_at(x, position);
     if (has_norm && shape.norms_rotated) normalize_head();
   }
 
@@ -423,11 +432,16 @@ struct Decoder::Job {
   AttendTask attend_task(int64_t row, int64_t head, int64_t begin, int64_t end) const {
     const int64_t item = item_bytes(cache->dtype), width = attended_width();
     AttendTask task;
-    task.queries = projected(row, kept.first - all.first + begin, head);
-    task.query_stride = qkv_width();
+    const bool is_latent = layer->latent.is_used();
+    const int64_t column = kept.first - all.first + begin;
+    task.queries = is_latent ? absorbed + (row * all.columns + column) * width
+                             : projected(row, column, head);
+    task.query_stride = is_latent ? width : qkv_width();
     task.keys = static_cast<const char*>(cache->keys) + place(cache->key_strides, row, head) * item;
-    task.values =
-        static_cast<const char*>(cache->values) + place(cache->value_strides, row, head) * item;
+    // A latent is the value; the rotated part behind it takes part, and its sum is not read.
+    task.values = is_latent ? task.keys
+                            : static_cast<const char*>(cache->values) +
+                                  place(cache->value_strides, row, head) * item;
     task.key_stride = cache->key_strides[3];
     task.value_stride = cache->value_strides[3];
     task.positions = columns->lengths[row] + kept.first + begin + 1;
@@ -535,6 +549,8 @@ struct Decoder::Job {
       activated = w.activated.floats(rows * activated_width());
       if (layer->recurrent.is_used())
         recurrence();
+      else if (layer->latent.is_used())
+        latent_attention();
       else
         attention();
       if (kept.count() == 0) continue;
@@ -542,7 +558,10 @@ struct Decoder::Job {
       // In a parallel layer, the feed-forward reads what the attention has read.
       if (shape.is_parallel) run_gate_up();
       const Matrix& o = layer->recurrent.is_used() ? layer->recurrent.out : layer->o;
-      run_added(Phase::kOut, o, attended, attended_width(), layer->o_norm);
+      if (layer->latent.is_used())
+        run_added(Phase::kOut, o, values_of_latents(), layer->latent.outputs(), layer->o_norm);
+      else
+        run_added(Phase::kOut, o, attended, attended_width(), layer->o_norm);
       if (layer->experts.is_used()) {
         run_experts();
       } else {
@@ -647,11 +666,111 @@ struct Decoder::Job {
     spans = whole(longest + all.first + all.columns, kAttendSpan);
     if (is_narrow && (heads % threads == 0 || spans == 1)) return run(Phase::kFinishAttend, heads);
     run(Phase::kFinish, heads);
-    if (!is_narrow) return run(Phase::kAttend, heads * whole(kept.columns, attend_columns()));
+    attend_finished();
+  }
+
+  // The attention of queries whose keys and values are in the cache.
+  void attend_finished() {
+    const int64_t heads = all.rows * shape.kv_heads;
+    if (all.count() > kNarrow)
+      return run(Phase::kAttend, heads * whole(kept.columns, attend_columns()));
     if (kept.columns == 0) return;
     partials = workspace().partials.floats(heads * partial_floats());
     run(Phase::kAttendSpans, heads * spans);
     run(Phase::kMergeSpans, heads);
+  }
+
+  int64_t queries_stride() const {
+    const LatentLayer& l = layer->latent;
+    return (l.query_rank > 0 ? l.queries : l.in).panels() * kPanel;
+  }
+
+  void project_queries(int64_t i) const {
+    const Matrix& m = layer->latent.queries;
+    const Piece p = piece(m, i);
+    product(m, p.panel, p.panels, p.begin, p.rows(),
+            queries + p.begin * queries_stride() + p.panel * kPanel, queries_stride());
+  }
+
+  // Norms of the latents of column m of all rows, the rotation, and what the cache holds of it.
+  void finish_latents(int64_t m) const {
+    const LatentLayer& l = layer->latent;
+    const int64_t row = m / all.columns;
+    const int64_t position = columns->lengths[row] + all.first + m % all.columns;
+    const int64_t first =
+        l.query_rank > 0 ? l.query_rank : shape.heads * (l.plain + shape.rotary_dim);
+    float *const of_queries = qkv + m * qkv_width(), *const key = of_queries + rounded(first, kPanel);
+    if (l.query_rank > 0)
+      kernels.rms_norm(of_queries, l.query_norm.data(), l.query_rank, l.eps, of_queries);
+    rotate_at(key + l.rank, position);
+    kernels.rms_norm(key, l.norm.data(), l.rank, l.eps, key);
+    store(cache->keys, cache->dtype,
+          place(cache->key_strides, row, 0) + position * cache->key_strides[3], key, l.rank);
+    store(cache->values, cache->dtype,
+          place(cache->value_strides, row, 0) + position * cache->value_strides[3], key + l.rank,
+          shape.rotary_dim);
+  }
+
+  // The queries of one head, as they are multiplied with latents, and their rotated parts.
+  void absorb(int64_t head) const {
+    const LatentLayer& l = layer->latent;
+    const int64_t size = l.plain + shape.rotary_dim;
+    multiply_head(l.keys[size_t(head)], queries + head * size, queries_stride(), all.count(), l.rank,
+                  absorbed + head * shape.head_dim, attended_width());
+    for (int64_t m = 0; m < all.count(); ++m) {
+      float* const to = absorbed + m * attended_width() + head * shape.head_dim + l.rank;
+      std::copy_n(queries + m * queries_stride() + head * size + l.plain, shape.rotary_dim, to);
+      rotate_at(to, columns->lengths[m / all.columns] + all.first + m % all.columns);
+    }
+  }
+
+  // to[row, 0 .. count) = the product of a row with a matrix of floats.
+  void multiply_head(const Matrix& m, const float* x, int64_t x_stride, int64_t rows, int64_t count,
+                     float* to, int64_t stride) const {
+    const int64_t width = m.panels() * kPanel;
+    constexpr int64_t kRows = 64;
+    for (int64_t begin = 0; begin < rows; begin += kRows) {
+      const int64_t some = std::min(kRows, rows - begin);
+      float* const products = scratch().products.floats(some * width);
+      multiply(m, 0, m.panels(), {x + begin * x_stride, x_stride, nullptr, 0, some}, 1, products,
+               width);
+      for (int64_t r = 0; r < some; ++r)
+        std::copy_n(products + r * width, count, to + (begin + r) * stride);
+    }
+  }
+
+  void latent_attention() {
+    const LatentLayer& l = layer->latent;
+    const std::function<void(int64_t)> finish_work = [this](int64_t m) { finish_latents(m); };
+    const std::function<void(int64_t)> absorb_work = [this](int64_t head) { absorb(head); };
+    run(Phase::kProject, all, l.in, {&layer->input_norm, nullptr, 0});
+    call = &finish_work;
+    run_rows(Phase::kCall, all.count(), qkv_width());
+    queries = qkv;
+    if (l.query_rank > 0) {
+      queries = workspace().queries.floats(all.count() * l.queries.panels() * kPanel);
+      run(Phase::kQueries, all, l.queries, {nullptr, qkv, qkv_width()});
+    }
+    if (kept.count() == 0) return;
+    absorbed = workspace().absorbed.floats(all.count() * attended_width());
+    call = &absorb_work;
+    run(Phase::kCall, shape.heads);
+    const int64_t longest = *std::max_element(columns->lengths, columns->lengths + all.rows);
+    spans = whole(longest + all.first + all.columns, kAttendSpan);
+    attend_finished();
+  }
+
+  // The values of what the attention gives, which are latents: [kept, heads * value_dim].
+  const float* values_of_latents() {
+    const LatentLayer& l = layer->latent;
+    float* const values = workspace().values.floats(kept.count() * l.outputs());
+    const std::function<void(int64_t)> work = [&](int64_t head) {
+      multiply_head(l.values[size_t(head)], attended + head * shape.head_dim, attended_width(),
+                    kept.count(), l.value_dim, values + head * l.value_dim, l.outputs());
+    };
+    call = &work;
+    run(Phase::kCall, shape.heads);
+    return values;
   }
 };
 

@@ -41,6 +41,9 @@ struct DecoderShape {
   float residual_scale = 1.0f;  // of what attention and feed-forward add
   float embedding_scale = 1.0f, logit_scale = 1.0f;
   float logit_softcap = 0.0f;  // after the scale; 0: none
+  // The first elements of a key, which are its value, too, with the rotated part behind them; 0:
+  // keys and values differ.
+  int64_t latent = 0;
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
@@ -70,10 +73,14 @@ struct ExpertWeights {
 };
 
 // Heads of queries and keys, and of values: each of the former serves several of the latter. A
-// short convolution has none.
+// short convolution has none. Tiled: what `out` reads goes by the place of a head in its group.
 struct DeltaShape {
   int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
+  bool is_tiled = false;
   int64_t group() const { return value_heads / key_heads; }
+  int64_t output(int64_t head) const {
+    return is_tiled ? head % group() * key_heads + head / group() : head;
+  }
 };
 
 // A recurrent part in place of the attention. The rows of `in` are the channels of the convolution:
@@ -85,6 +92,15 @@ struct RecurrentWeights {
   Weights in, gates, beta, decay, out;             // [.., H] each, and [H, ..]
   Weights in_bias, out_bias, kernel, kernel_bias;  // kernel: [channels, taps]
   Weights decay_log, decay_bias, norm;             // [value_heads] twice, [value_dim]
+};
+
+// Latent attention in place of queries, keys and values, see LatentLayer.
+struct LatentWeights {
+  int64_t plain = 0, value_dim = 0, query_rank = 0;  // 0 of the first one: the layer has none
+  float eps = 0.0f;
+  Weights query_latents, queries, latents;  // [query_rank, H], [heads * (plain + rotated), ..]
+  Weights keys, values;                     // [heads * rank, plain], [heads * value_dim, rank]
+  Weights norm, query_norm, latents_bias, query_latents_bias;
 };
 
 // What the weights of q_norm and k_norm are for: one head each, the same for all; one head each,
@@ -109,6 +125,7 @@ struct LayerWeights {
   HeadNorms head_norms = HeadNorms::kShared;
   ExpertWeights experts = {};
   RecurrentWeights recurrent = {};
+  LatentWeights latent = {};
 };
 
 struct EndWeights {
@@ -117,7 +134,8 @@ struct EndWeights {
 };
 
 // Keys and values of all layers with attention; strides in elements of layer, row, head and
-// position. The elements of a head are contiguous.
+// position. The elements of a head are contiguous. With a latent, `keys` are latents, and the
+// rotated parts of the same positions, `values`, lie right behind them.
 struct KeysValues {
   void* keys;
   void* values;

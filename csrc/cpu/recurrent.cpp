@@ -231,7 +231,7 @@ class Unit {
     kernels.delta_rule({mixed_, mixed_ + d.key_dim, values, width_, decay, beta, after, count,
                         d.key_dim, d.value_dim, outputs, d.value_dim});
     for (int64_t j = std::max<int64_t>(columns_.kept_from - first, 0); j < count; ++j) {
-      float* const to = out(first + j) + head * d.value_dim;
+      float* const to = out(first + j) + d.output(head) * d.value_dim;
       cpu::kernels().decoder.rms_norm(outputs + j * d.value_dim, layer_.norm.data(), d.value_dim,
                                       layer_.eps, to);
       kernels.gate(in(first + j) + gates_at + head * d.value_dim, d.value_dim, true, to);

@@ -143,6 +143,29 @@ class Layout {
     l.key_norm.assign(size_t(w.delta.key_dim), 1.0f / std::sqrt(size));
   }
 
+  void add(LatentLayer& l, const LatentWeights& w, const DecoderShape& s) {
+    const int64_t heads = s.heads, rank = s.latent;
+    const Weights none;
+    l.rank = rank, l.plain = w.plain, l.value_dim = w.value_dim, l.query_rank = w.query_rank;
+    l.eps = w.eps;
+    const int64_t queries = heads * (w.plain + s.rotary_dim);
+    const bool has_latents = w.query_rank > 0;
+    add(l.in, s.hidden, 1,
+        {has_latents ? Rows{w.query_latents, w.query_latents_bias, 0, w.query_rank}
+                     : Rows{w.queries, none, 0, queries},
+         {w.latents, w.latents_bias, 0, s.head_dim}});
+    if (has_latents) add(l.queries, w.query_rank, 1, {{w.queries, none, 0, queries}});
+    l.keys.resize(size_t(heads));
+    l.values.resize(size_t(heads));
+    for (int64_t h = 0; h < heads; ++h) {
+      add(l.keys[size_t(h)], w.plain, 1, {{w.keys, none, h * rank, (h + 1) * rank}});
+      const int64_t first = h * w.value_dim;
+      add(l.values[size_t(h)], rank, 1, {{w.values, none, first, first + w.value_dim}});
+    }
+    l.norm = floats(w.norm, rank);
+    l.query_norm = floats(w.query_norm, w.query_rank);
+  }
+
   void pack_into(unsigned char* memory, int threads) {
     size_t next = 0;
     for (PanelMatrix& m : matrices_)
@@ -178,7 +201,14 @@ std::vector<WeightSpan> matrices_of(const DecoderShape& s, const std::vector<Lay
   for (const LayerWeights& l : layers) {
     for (const Weights& w : {l.k, l.v}) add(w, kv_size, inputs_of(l, s));
     for (const Weights& w : {l.q, l.q_gate}) add(w, q_size, inputs_of(l, s));
-    add(l.o, h, q_size);
+    const LatentWeights& a = l.latent;
+    const int64_t query_size = s.heads * (a.plain + s.rotary_dim);
+    add(l.o, h, a.plain > 0 ? s.heads * a.value_dim : q_size);
+    add(a.query_latents, a.query_rank, h);
+    add(a.queries, query_size, a.query_rank > 0 ? a.query_rank : h);
+    add(a.latents, s.head_dim, h);
+    add(a.keys, s.heads * s.latent, a.plain);
+    add(a.values, s.heads * a.value_dim, s.latent);
     for (const Weights& w : {l.gate, l.up}) add(w, s.intermediate, h);
     add(l.down, h, s.intermediate);
     const RecurrentWeights& r = l.recurrent;
@@ -264,6 +294,9 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     }
     if (is_recurrent) {
       layout.add(l.recurrent, w.recurrent, s);
+    } else if (w.latent.plain > 0) {
+      layout.add(l.latent, w.latent, s);
+      layout.add(l.o, l.latent.outputs(), 1, {{w.o, w.o_bias, 0, s.hidden}});
     } else {
       layout.add(l.qkv, inputs_of(w, s), s.kv_heads, parts);
       layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});

@@ -7,6 +7,7 @@
 #include "arena.hpp"
 #include "decoder.hpp"
 #include "experts.hpp"
+#include "latent.hpp"
 #include "recurrent.hpp"
 
 namespace pipespec::cpu {
@@ -25,6 +26,7 @@ struct Layer {
   HeadNorms head_norms;
   ExpertLayer experts;
   RecurrentLayer recurrent;
+  LatentLayer latent;
   bool gates_attention;
   int64_t store;  // number among the layers of its kind, with keys and values or with states
 };

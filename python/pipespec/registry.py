@@ -44,10 +44,14 @@ class DraftKind:
 TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first one may have another tokenizer")
 DRAFTS = (
     DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", name="ngram", joins=True),
+    DraftKind("pipespec.engine.block_stage:BlockDraft", "the folder of a DFlash or DSpark drafter, as the first one"),
     DraftKind(
         "pipespec.engine.head_stage:HeadDraft",
         "the folder of an EAGLE-3 head, as the first one",
         captured="pipespec.schedules.graphs.head:GraphedHead",
+    ),
+    DraftKind(
+        "pipespec.engine.mtp:MtpDraft", "mtp: the layer for it in the target's files, as the first one", name="mtp"
     ),
     DraftKind("pipespec.engine.proposer:ProposerDraft"),
     TRANSLATED,

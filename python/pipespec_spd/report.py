@@ -86,8 +86,7 @@ class SpeculativeReport(Report):
         phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
         return "\n".join(
             [
-                f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s = {self.tokens_per_second:.1f} tokens/s, "
-                f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
+                self.summary(),
                 f"stages of {', '.join(map(str, self.partition))} layers, drafts by {self.drafter}: {self.cycles} cycles, "
                 f"{self.accepted} of {self.checked} drafts accepted ({self.acceptance_rate:.3f}), {self.flushes} flushes",
                 f"equivalent accepted length {self.equivalent_accepted_length:.2f} "

@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
     with working("importing torch and transformers"):
         import torch.distributed as dist
 
-        from pipespec.engine.head import CONFIG
+        from pipespec.engine.target_reader import CONFIG
         from pipespec_spd.draft_module import CONFIG_FILE
         from pipespec_train import data
         from pipespec_train.trainer import RECORD, train

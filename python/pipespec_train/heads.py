@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,11 @@ def head_for(
         tie_word_embeddings=False,
         attention_bias=False,
     )
-    layers = HeadConfig(block, 0, None if features is None else tuple(features), given.hidden_size).layers_of(
-        given.num_hidden_layers
-    )
     count = given.vocab_size if vocabulary is None else len(vocabulary)
-    config = HeadConfig(block, count, tuple(layers), given.hidden_size, where="the new draft head")
+    sizes: dict[str, Any] = {"draft_vocabulary": count, "target_hidden": given.hidden_size}
+    own = None if features is None else tuple(features)
+    config = HeadConfig(block=block, features=own, where="the new draft head", **sizes)
+    config = replace(config, features=config.layers_of(given.num_hidden_layers))
     config.require(target.config)
     head = DraftHead(config)
     head.borrow(target)

@@ -54,8 +54,8 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
     assert plot.main([str(file), "--out", str(tmp_path)]) == 0
     shown = texts((tmp_path / "real.svg").read_text())
     assert shown == texts(file.with_suffix(".svg").read_text()), "draw the committed picture again"
-    table = real.readme_table(record).splitlines()[2:]
-    assert len(table) == len(real.README_ROWS)
+    table = real.best_table(record).splitlines()[2:]
+    assert len(table) == len(real.TABLE_ROWS)
     for line in table:
         label, code, of_alone, chat, *_ = (cell.strip().replace("`", "") for cell in line.split("|")[1:-1])
         assert f"code: {label} " in shown
@@ -63,5 +63,5 @@ def test_the_table_of_real_models_as_bars(tmp_path: Path) -> None:
         assert f"{code}  ({of_alone})" in shown
         assert f"{chat}  (" in shown
     assert record["machine"]["commit"][:10] in shown
-    readme = Path(plot.__file__).parents[1] / "README.md"
-    assert real.readme_table(record) in readme.read_text(encoding="utf-8"), "write the README's table again"
+    page = Path(plot.__file__).parents[1] / "docs" / "when-which.md"
+    assert real.best_table(record) in page.read_text(encoding="utf-8"), "write the page's table again"

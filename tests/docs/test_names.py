@@ -18,7 +18,7 @@ DOCUMENTS = [
 ]
 _SPAN = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"^[\w.-]+\.(py|hpp|cpp|cu|cuh)$")
-_PATH = re.compile(r"^(csrc|bench|tests|docs|python|pipespec_kernels|tools|\.ci|\.github)/[\w./*<>-]*$")
+_PATH = re.compile(r"^(csrc|bench|tests|docs|examples|python|pipespec_kernels|tools|\.ci|\.github)/[\w./*<>-]*$")
 _DOTTED = re.compile(r"^(?:pipespec|pipespec_kernels|pipespec_spd|pipespec_train|bench|tools)(?:\.\w+)+$")
 _OPERATION = re.compile(r"^ops\.(?!py\b)\w+")
 _PART = re.compile(r"`([\w/]+?)(?:/|\.py)?`")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,20 +12,7 @@ from .implementations import INTERPRETED, VARIANTS, running
 GPU = pytest.mark.gpu
 
 if INTERPRETED:
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    builtins: dict[Any, list[str]] = {}
-
-    def patch_builtins(package: Any, *rest: Any) -> None:
-        """As ``interpreter._patch_builtin``, which looks for them in every call of a device function: a third of its time."""
-        if package not in builtins:
-            builtins[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in builtins[package]:
-            if is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, *rest)
-
-    interpreter._patch_builtin = patch_builtins
+    import tests.support.quick_interpreter  # noqa: F401
 
 
 def place(kind: str) -> torch.device:

@@ -101,7 +101,7 @@ def test_a_part_that_hangs(run, tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     passed, written = run(
-        script("hangs", dumps({"results": [KERNEL]}) + hangs, seconds=15), script("last", dumps({"rows": ROWS}))
+        script("hangs", dumps({"results": [KERNEL]}) + hangs, seconds=6), script("last", dumps({"rows": ROWS}))
     )
     assert not passed
     assert written["parts"]["hangs"]["status"] is None

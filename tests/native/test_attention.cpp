@@ -74,9 +74,10 @@ struct Case {
         halves(draw(2) == 0),
         rows(1 + draw(3)),
         kv_heads(1 + draw(2)),
-        group(1 + draw(4)),
+        group(1 + draw(8)),
         columns(1 + draw(11)),
-        dim(1 + draw(40)),
+        // In a third of the cases whole vectors.
+        dim(draw(3) == 0 ? 32 * (1 + draw(3)) : 1 + draw(40)),
         // In a fifth of the cases several spans of positions.
         capacity(columns + draw(draw(5) == 0 ? 700 : 90)),
         window(draw(2) == 0 ? 0 : 1 + draw(capacity)),
@@ -154,6 +155,35 @@ TEST(numbers_are_those_of_double_precision) {
             if (!CHECK(std::abs(double(c.out.get(row, head, j, d)) - right) <= tolerance)) return;
           }
         }
+      }
+    }
+  });
+}
+
+// Few queries read storage where it lies, many pack it.
+TEST(a_column_alone_has_the_bits_that_it_has_among_others) {
+  with_each_variant([](const std::string&) {
+    for (uint32_t seed = 0; seed < check::trials(60, 2000); ++seed) {
+      Case all(seed);
+      CHECK_EQ(all.run(1), -1);
+      Case one = all;
+      for (int64_t j = 0; j < all.columns; ++j) {
+        for (int64_t row = 0; row < all.rows; ++row) {
+          const bool is_fed = j < all.counts[size_t(row)];
+          one.counts[size_t(row)] = is_fed;
+          one.lengths[size_t(row)] = all.lengths[size_t(row)] + int32_t(is_fed ? j : 0);
+          for (int64_t head = 0; is_fed && head < all.kv_heads * all.group; ++head)
+            for (int64_t d = 0; d < all.dim; ++d)
+              one.queries.set(row, head, 0, d, all.queries.get(row, head, j, d));
+        }
+        CHECK_EQ(one.run(1), -1);
+        for (int64_t row = 0; row < all.rows; ++row)
+          for (int64_t head = 0; j < all.counts[size_t(row)] && head < all.kv_heads * all.group;
+               ++head)
+            for (int64_t d = 0; d < all.dim; ++d)
+              if (!CHECK(bits_of(one.out.get(row, head, 0, d)) ==
+                         bits_of(all.out.get(row, head, j, d))))
+                return;
       }
     }
   });

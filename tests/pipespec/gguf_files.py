@@ -41,6 +41,11 @@ NAMES = {
     "ministral3": "mistral3",
     "mistral": "mistral3",
     "olmo3": "olmo2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """Architectures that are called otherwise in files."""
 
@@ -57,10 +62,15 @@ def tiny(model_type: str, sizes: dict[str, Any] = SIZES, seed: int = 0, **more: 
     more = {"sliding_window": None, "partial_rotary_factor": 1.0} | more if model_type == "phi3" else more
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | more)), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *routing_biases(model).values()):
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
     return model.eval()
+
+
+def routing_biases(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The biases of the choice of experts, which are no parameters."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def write(
@@ -97,25 +107,27 @@ def write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    kv_heads = config.num_key_value_heads
+    of_layers = [0 if kind == "conv" else kv_heads for kind in getattr(config, "layer_types", None) or []]
+    writer.add_head_count_kv(of_layers if name == "lfm2" else kv_heads)
+    writer.add_key_length(head_dim := getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
     eps = [getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps")]
-    if (found := next(filter(None, eps), None)) is not None:
+    if (found := next(filter(None, eps), None)) is not None and name != "lfm2":
         writer.add_layer_norm_eps(found)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", found))
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
     if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        writer.add_rope_dimension_count(int(part * config.head_dim))
+        writer.add_rope_dimension_count(int(part * head_dim))
     add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
     for key, value in (metadata or {}).items():
         add.get(type(value), writer.add_uint32)(key, value)
     _write_tokenizer(writer, vocabulary or tokens(config.vocab_size), merges, pre)
     names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
     stored = {}
-    for full, parameter in model.named_parameters():
+    for full, parameter in (*model.named_parameters(), *routing_biases(model).items()):
         module, _, leaf = full.rpartition(".")
         weights = parameter.detach().clone()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
@@ -123,8 +135,15 @@ def write(
         )
         if name in _IN_PAIRS and heads:
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        offset = 1 if name.startswith(("gemma", "nemotron")) and "norm" in module and leaf == "weight" else 0
+        has_offset = name.startswith(("gemma", "nemotron", "qwen35", "qwen3next")) and "linear_attn" not in module
+        offset = 1 if has_offset and "norm" in module and leaf == "weight" else 0
         weights += offset
+        if module.endswith("kv_b_proj") and f"{name}.attention.key_length_mla" in (metadata or {}):
+            stored[full] = _add_latents(writer, config, full, weights, types)
+            continue
+        if "linear_attn" in module or leaf == "e_score_correction_bias" or module.endswith(".conv.conv"):
+            stored[full] = _add_recurrent(writer, config, full, weights, types, is_tiled=name.startswith("qwen35"))
+            continue
         if module.endswith(".experts"):
             stored[full] = _add_experts(writer, full, weights, types, name == "gpt-oss")
             continue
@@ -206,6 +225,75 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+
+_RECURRENT = {
+    "in_proj_qkv.weight": "attn_qkv.weight",
+    "in_proj_z.weight": "attn_gate.weight",
+    "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight",
+    "in_proj_ba.weight": "ssm_ba.weight",
+    "conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight",
+    "out_proj.weight": "ssm_out.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
+    "conv.conv.weight": "shortconv.conv.weight",
+}
+"""Weights whose names, shapes or order differ in files, by the ends of their names."""
+
+
+def _add_recurrent(
+    writer: Any, config: Any, full: str, weights: torch.Tensor, types: str | dict[str, str], *, is_tiled: bool
+) -> torch.Tensor:
+    """Those of :data:`_RECURRENT`. Heads of values are tiled: they go by their place in a group first."""
+    layer = full.split(".")[2]
+    if full.endswith("in_proj_qkvz.weight") and isinstance(types, dict) and "ssm_in" in types:
+        return _add(writer, f"blk.{layer}.ssm_in.weight", weights, types)
+    if full.endswith("in_proj_qkvz.weight"):
+        return _add_qkvz(writer, config, layer, weights, types)
+    target = next(to for end, to in _RECURRENT.items() if full.endswith(end))
+    shape = weights.shape
+    weights = weights.squeeze(1) if weights.dim() == 3 else weights
+    weights = -weights.exp() if full.endswith("A_log") else weights
+    at_columns = full.endswith("linear_attn.out_proj.weight")
+    order = torch.arange(weights.shape[at_columns])
+    if is_tiled and not full.endswith("norm.weight"):
+        heads, keys = config.linear_num_value_heads, config.linear_num_key_heads
+        is_mixed = "in_proj_qkv." in full or "conv1d" in full
+        first = 2 * keys * config.linear_key_head_dim if is_mixed else 0
+        tail = order[first:].view(keys, heads // keys, -1).transpose(0, 1).reshape(-1)
+        order = torch.cat([order[:first], tail])
+    kind = "f32" if target.startswith(("ssm_conv1d", "shortconv.conv")) else types
+    ordered = weights[:, order] if at_columns else weights[order]
+    stored = _add(writer, f"blk.{layer}.{target}", ordered.contiguous(), kind)
+    back = stored[:, order.argsort()] if at_columns else stored[order.argsort()]
+    return ((-back).log() if full.endswith("A_log") else back).view(shape)
+
+
+def _add_latents(
+    writer: Any, config: Any, full: str, weights: torch.Tensor, types: str | dict[str, str]
+) -> torch.Tensor:
+    """What makes keys of latents, transposed, and what makes values, of all heads."""
+    layer, heads = full.split(".")[2], config.num_attention_heads
+    sizes = [config.qk_nope_head_dim, config.v_head_dim]
+    keys, values = weights.view(heads, sum(sizes), config.kv_lora_rank).split(sizes, 1)
+    stored_keys = _add(writer, f"blk.{layer}.attn_k_b.weight", keys.mT.contiguous(), types)
+    stored_values = _add(writer, f"blk.{layer}.attn_v_b.weight", values.contiguous(), types)
+    return torch.cat([stored_keys.mT, stored_values], 1).view_as(weights)
+
+
+def _add_qkvz(writer: Any, config: Any, layer: str, weights: torch.Tensor, types: str | dict[str, str]) -> torch.Tensor:
+    """Queries, keys, values and gates of each head of keys: those of all heads follow one another, the gates in a matrix of their own."""
+    keys, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // keys * config.linear_value_head_dim
+    parts = weights.view(keys, -1, weights.shape[1]).split([size, size, values, values], 1)
+    mixed = torch.cat([part.flatten(0, 1) for part in parts[:3]])
+    stored = _add(writer, f"blk.{layer}.attn_qkv.weight", mixed, types)
+    back = [part.view(keys, -1, weights.shape[1]) for part in stored.split([keys * n for n in (size, size, values)])]
+    back.append(_add(writer, f"blk.{layer}.attn_gate.weight", parts[3].flatten(0, 1), types).view_as(parts[3]))
+    return torch.cat(back, 1).view_as(weights)
 
 
 def _add_experts(

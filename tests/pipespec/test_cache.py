@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Lfm2MoeConfig, LlamaConfig, LlamaForCausalLM
 
 from pipespec.engine.cache import RowCache
+from pipespec.engine.cache_storage import HUGE_PAGE, zeros
 from pipespec.engine.forward import forward
 
 VOCAB = 97
@@ -355,3 +356,27 @@ def test_storage_and_its_properties():
     assert not cache.fits(2, 11)
     assert not cache.fits(1, 10)
     assert "lengths=[0, 0]" in repr(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_large_storage_on_a_cpu_lies_on_huge_pages_and_is_zero(dtype):
+    # A prime number of positions, so that the size is no multiple of a page.
+    kept = zeros((2, 1, 2, 4099, 128), dtype, torch.device("cpu"))
+    assert kept.shape == (2, 1, 2, 4099, 128)
+    assert kept.dtype == dtype
+    assert kept.is_contiguous()
+    assert kept.data_ptr() % HUGE_PAGE == 0
+    assert not kept.any()
+    kept[1, 0, 1, 4098] = 3
+    assert kept.sum() == 3 * 128
+
+
+def test_storage_on_huge_pages_grows_with_what_it_holds(ids):
+    model = make_model(dtype=torch.float32)
+    small, large = RowCache.for_model(model, 1, 16), RowCache.for_model(model, 1, 16)
+    forward(model, ids[:1, :8], small, keep=1)
+    forward(model, ids[:1, :8], large, keep=1)
+    large.reserve(8192)
+    assert all(store.nbytes >= HUGE_PAGE for store in large._stores)
+    expected, found = (forward(model, ids[:1, 8:12], cache, keep=4) for cache in (small, large))
+    assert torch.equal(expected, found)

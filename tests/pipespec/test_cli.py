@@ -101,6 +101,9 @@ def test_version_and_help_do_not_import_torch():
     [
         ("frobnicate", "generate"),
         ("generate --temprature 0.5", "--temprature 0.5; did you mean --temperature?"),
+        ("generate --model m.gguf -n 3", "--model m.gguf -n 3; did you mean --target?"),
+        ("generate model.gguf", "model.gguf; did you mean --target MODEL --prompt TEXT?"),
+        ("chat model.gguf", "model.gguf; did you mean --target MODEL?"),
         ("generate --frobnicate=3", "--frobnicate=3\n"),
         ("generate --temperature -1", "--temperature: must be at least 0, not -1"),
         ("generate --temperature nan", "not nan"),
@@ -116,6 +119,21 @@ def test_usage_errors(capsys, arguments, message):
         main(arguments.split())
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate --prompt hi --target /nowhere/m.gguf", "there is no file /nowhere/m.gguf"),
+        ("generate --prompt hi --target /nowhere/m", "there is no folder /nowhere/m: a model is"),
+        ("chat --target target --draft ngram --draft ./nowhere", "there is no folder ./nowhere"),
+        ("chat --target a/name --tokenizer /nowhere/t", "there is no folder /nowhere/t"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named_before_torch_is_imported(arguments, message):
+    code = "import sys; from pipespec.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = run_python(code, *arguments.split())
+    assert (done.returncode, message in done.stderr) == (0, True), done.stderr
 
 
 # --- doctor --------------------------------------------------------------------------------------------------------

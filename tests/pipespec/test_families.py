@@ -280,7 +280,11 @@ def copied_bytes(model: PreTrainedModel, decoder: NativeDecoder) -> int:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if native_unsupported_reason(model_of(name)) is None])
+# Attention with latents reads the parts of its matrices in another order, as copies.
+@pytest.mark.parametrize(
+    "name",
+    [name for name in TINY_MODELS if native_unsupported_reason(model_of(name)) is None and "latents" not in name],
+)
 def test_matrices_are_read_where_the_model_has_them(name):
     model = make(name, **WHOLE_PANELS) if name in TAKE_TURNS else model_of(name)
     assert copied_bytes(model, native_form(model).decoder) == description.packed_bytes(model)

@@ -25,6 +25,7 @@ from tests.trials import PROFILE
 from tests.waiting import SECONDS
 
 NEW = 24
+pytestmark = pytest.mark.fresh_drafts
 
 # ---- the clock of the day
 

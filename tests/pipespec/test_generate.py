@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -174,6 +175,18 @@ def test_lookahead(model, lookahead):
 # ---- the report
 
 
+def test_the_gain_that_the_controller_sees(model):
+    pipeline = Pipeline(model, [noisy(model, 0.02)], schedule="lockstep")
+    assert repr(pipeline) == "<Pipeline of LlamaForCausalLM, drafts LlamaForCausalLM: lockstep>"
+    pipeline.generate(random_prompts(1, seed=3)[0][None], max_new_tokens=40, do_sample=False)
+    report = pipeline.report
+    step = pipeline._driver.controller.target.seconds(1)
+    assert report.gain == pytest.approx(39 / report.decoding_seconds * step)
+    assert f"about {report.gain:.2f} times plain decoding" in str(report)
+    assert report._repr_html_() == f"<pre>{report}</pre>"
+    assert report.to_dict()["gain"] == report.gain
+
+
 def test_the_report_adds_up(model):
     ids, mask = left_pad(random_prompts(5, seed=70))
     end = int(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[1, ids.shape[1] + 6])
@@ -187,6 +200,9 @@ def test_the_report_adds_up(model):
         assert (report.schedule, report.rows) == (pipeline.schedule, 5)
         assert 0 < report.seconds_to_first_token <= report.seconds
         assert report.tokens_per_second == pytest.approx(tokens / report.seconds)
+        assert report.decoding_tokens_per_second == pytest.approx((tokens - 5) / report.decoding_seconds)
+        assert report.prompt_tokens == int(mask.sum())
+        assert math.isnan(report.gain)  # of several rows
         assert [s.name for s in report.stages] == [f"draft {i}" for i in range(len(drafts))] + ["target"]
         target = report.stages[-1]
         assert target.produced == tokens

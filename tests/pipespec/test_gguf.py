@@ -574,7 +574,6 @@ def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
     [
         ("mamba", None, r"m\.gguf: .* lack .*get the complete weights"),
         ("gemma3n", None, r"m\.gguf is of the architecture 'gemma3n', which transformers \S+ does not read"),
-        ("lfm2", None, r"m\.gguf is of the architecture 'lfm2', .*: there is no 'lfm2\.attention\.head_count_kv'"),
         (
             "bloom",
             8,

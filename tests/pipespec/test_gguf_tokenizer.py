@@ -10,6 +10,7 @@ import pytest
 from pipespec import load_tokenizer
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_tokenizer import SPLITS, end_ids
+from pipespec.models.tokenizers import fim_tokens
 
 gguf = pytest.importorskip("gguf")
 
@@ -66,6 +67,9 @@ ODD = "I'LL say 12345 a1\r\n\n  x 我是3天 CamelCase !?\n"
         ("deepseek-llm", ["I", "'", "LL", " say", " ", "12345", " a", "1", "\r", "\n", "\n", " ", " x", " ", "我是", "3", "天", " CamelCase", " !?", "\n"]),
         ("deepseek-v3", ["I", "'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " ", "我是", "3", "天", " CamelCase", " !?\n"]),
         ("tekken", ["I", "'LL", " say", " ", *"12345", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("kimi-k2", ["I'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " ", "我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("gpt-4o", ["I'LL", " say", " ", "123", "45", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " Camel", "Case", " !?\n"]),
+        ("qwen35", ["I", "'LL", " say", " ", *"12345", " a", "1", "\r\n\n", " ", " x", " 我是", "3", "天", " CamelCase", " !?\n"]),
         ("falcon", ["I", "'", "LL", " say", " ", "123", "45", " a", "1", "\r\n\n ", " x", " 我是", "3", "天", " CamelCase", " ", "!?", "\n"]),
         ("bloom", ["I'LL", " say", " 12345", " a1", "\r\n\n ", " x", " 我是3天", " CamelCase", " !?\n"]),
     ],
@@ -75,6 +79,15 @@ def test_texts_are_split_as_by_the_published_tokenizers(tmp_path, name, words):
     found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(ODD)]
     assert [bytes(alphabet().index(c) for c in word).decode() for word in found] == words
     assert tokenizer.decode(tokenizer(ODD, add_special_tokens=False).input_ids) == ODD
+
+
+def test_letters_of_kimi_k2_are_not_those_of_chinese(tmp_path):
+    """Its expression takes Chinese characters as words of their own, also within other letters, and marks with the letters before them."""
+    tokenizer = load_tokenizer(write(tmp_path / "m.gguf", BYTES, pre="kimi-k2"))
+    text = "ABc中文abc文xe\u0301x\u3005 ひらK仮名don't"
+    found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    words = [bytes(alphabet().index(c) for c in word).decode() for word in found]
+    assert words == ["ABc", "中文", "abc", "文", "xe\u0301x", "\u3005", " ひら", "K", "仮名", "don't"]
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -186,6 +199,22 @@ def test_types_that_a_file_does_not_name_are_told_by_the_texts(tmp_path):
     known = load_tokenizer(write(tmp_path / "known.gguf", tokens, model="llama"))
     for text in ("<s>[Hi]\n", "Hi<|im_end|>\u00e9</s>"):
         assert tokenizer(text).input_ids == known(text).input_ids
+
+
+def test_tokens_for_fill_in_the_middle(tmp_path):
+    """Those that the metadata name, or else those with published names."""
+    size = len(BYTES)
+    named = [*BYTES, *((text, CONTROL) for text in ("<a>", "<b>", "<c>", "<fim_pad>"))]
+    metadata = {"fim_pre_token_id": size + 2, "fim_suf_token_id": size, "fim_mid_token_id": size + 1}
+    assert fim_tokens(load_tokenizer(write(tmp_path / "a.gguf", named, **metadata))) == (
+        size + 2,
+        size,
+        size + 1,
+        (size + 3,),
+    )
+    known = [*BYTES, *((f"<|fim_{part}|>", CONTROL) for part in ("prefix", "middle", "suffix"))]
+    assert fim_tokens(load_tokenizer(write(tmp_path / "b.gguf", known))) == (size, size + 2, size + 1, ())
+    assert fim_tokens(load_tokenizer(write(tmp_path / "c.gguf", known[:-1]))) is None
 
 
 def test_gemma_4_begins_a_text_with_bos_whatever_its_file_says(tmp_path):

@@ -128,7 +128,7 @@ def test_a_model_is_no_head(tmp_path) -> None:
         ({"intermediate_size": 40}, r"size mismatch for layers\.0\.mlp"),
         ({"norm_before_fc": True}, r"Missing key.*input_norm\.weight"),
         ({"draft_vocab_size": 60}, r"size mismatch for lm_head\.weight"),
-        ({"speculators_model_type": "dflash"}, "a draft of the kind 'dflash'"),
+        ({"speculators_model_type": "hydra"}, "a draft of the kind 'hydra'"),
         ({"num_hidden_layers": "one"}, "describes no EAGLE-3 head"),
     ],
 )  # fmt: skip

@@ -267,6 +267,7 @@ def test_killed_during_the_prefill(rig):
     rig.check_recovered()
 
 
+@pytest.mark.fresh_drafts
 def test_killed_while_it_starts(rig, monkeypatch):
     """A call continues without a draft that cannot be started again. A pipeline that cannot start raises the reason."""
     start, born = local._started, []
@@ -391,6 +392,7 @@ def test_a_dead_process_whose_connection_another_one_holds(rig, monkeypatch, whe
             os.close(fd)
 
 
+@pytest.mark.fresh_drafts
 def test_without_free_descriptors_a_lost_draft_stays_lost_and_the_other_lives_on(rig):
     other = rig.pids[1]
     rig.strike(0)
@@ -405,6 +407,7 @@ def test_without_free_descriptors_a_lost_draft_stays_lost_and_the_other_lives_on
     assert rig.pids[1] == other
 
 
+@pytest.mark.fresh_drafts
 def test_without_free_descriptors_none_leaks():
     """However far a start comes before the process has as many files open as it may."""
     target = random_llama(3)
@@ -446,6 +449,7 @@ def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):
     await_end_of(pids)
 
 
+@pytest.mark.fresh_drafts
 def test_a_process_that_is_never_ready_is_given_up(monkeypatch):
     """A call goes on without it, and the next one starts it again. A pipeline that cannot start raises."""
     target, prompt = random_llama(3), random_prompts(1, seed=4, shortest=3)[0][None]
@@ -524,6 +528,7 @@ def start_telling(deed: str) -> str:
     return str(caught.value).partition("could not start: ")[2]
 
 
+@pytest.mark.fresh_drafts
 def test_a_process_that_does_not_start_says_why():
     assert start_telling("exit") == "its process ended with status 7"
     error, *details = start_telling("end").splitlines()
@@ -532,6 +537,7 @@ def test_a_process_that_does_not_start_says_why():
     assert "faulty.py" in "".join(details)
 
 
+@pytest.mark.fresh_drafts
 def test_a_process_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path, capfd):
     cores, own = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
     monkeypatch.setenv("DEED", "environment")
@@ -548,6 +554,7 @@ def test_a_process_has_what_the_caller_has_at_present(rig, monkeypatch, tmp_path
     assert all(os.getpgid(pid) == pid for pid in rig.pids)
 
 
+@pytest.mark.fresh_drafts
 def test_a_callers_directory_that_was_deleted(rig, monkeypatch, tmp_path):
     folder = tmp_path / "deleted"
     folder.mkdir()
@@ -558,6 +565,7 @@ def test_a_callers_directory_that_was_deleted(rig, monkeypatch, tmp_path):
         assert torch.equal(pipe.generate(rig.prompts[0][None], max_new_tokens=60)[0], rig.texts[0])
 
 
+@pytest.mark.fresh_drafts
 @pytest.mark.parametrize("value", ["", None])
 def test_without_an_interpreter(value, monkeypatch):
     """An embedded Python: ``workers`` says so, and the default schedule runs."""

@@ -273,7 +273,6 @@ def apply(change, model):
         (lambda: HeliumForCausalLM(HeliumConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=2, head_dim=16, intermediate_size=32, vocab_size=101)).eval(), "HeliumForCausalLM has no native form"),
         (lambda: make(hidden_act="relu"), "is of class"),
-        (lambda: make(**rope("dynamic", factor=2.0)), "RoPE of type dynamic depends on the length"),
         (lambda: make(dtype=torch.float16), "its weights are float16"),
     ],
 )  # fmt: skip
@@ -348,8 +347,8 @@ def test_inference_tensors_have_no_version_and_are_noticed_by_their_values():
 def with_wrong_rope(monkeypatch):
     right = native.NativeForm._rope
 
-    def wrong(self, capacity):
-        cos, sin, factors = right(self, capacity)
+    def wrong(self, capacity, length):
+        cos, sin, factors = right(self, capacity, length)
         return cos, -sin, factors
 
     monkeypatch.setattr(native.NativeForm, "_rope", wrong)

@@ -162,6 +162,15 @@ def test_a_model_that_has_overflown(model, how, top_k):
         assert torch.equal(chain.generate(PROMPT, max_new_tokens=9, **sampled), alone)
 
 
+def test_a_damaged_model_is_named_once_in_a_call(model):
+    broken = copy.deepcopy(model)
+    broken.model.norm.weight.data[0] = torch.nan
+    with pytest.warns(UserWarning, match="all logits of the target are NaN") as found:
+        text = Pipeline(broken, schedule="plain").generate(PROMPT, max_new_tokens=5, do_sample=False)
+    assert len([w for w in found if "NaN" in str(w.message)]) == 1
+    assert torch.equal(text, broken.generate(PROMPT, max_new_tokens=5, do_sample=False))
+
+
 # ---- torch's own switches
 
 

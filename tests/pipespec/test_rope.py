@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.config import WIDTH
+from pipespec.engine.native import native_form
 from pipespec.schedules.base import SpeedWarning
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama
@@ -59,6 +60,7 @@ def test_up_to_the_change(kind, schedule):
         for lengths in ([5], [32 - NEW], [32 - NEW, 2, 5]):
             ids, mask = left_pad([prompt_of(length)[0] for length in lengths])
             same_text(pipe, ids, attention_mask=mask, max_new_tokens=NEW)
+        assert pipe.report.stages[-1].forward == "native"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,3 +89,39 @@ def test_an_attached_model_leaves_longer_texts_to_transformers():
             # A model whose RoPE no longer text has changed.
             assert torch.equal(got, own_text(copy.deepcopy(model_of("dynamic")), ids, max_new_tokens=NEW))
             assert (pipe.report is not None) == (length != LIMIT + 20)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_form_rotates_as_a_forward_does(kind):
+    """Below the change the table is one, whatever forwards came between; beyond it, as a draft may be, it is that of the forward's longest position."""
+    model, like = copy.deepcopy(model_of(kind)), torch.empty(0)
+    with torch.inference_mode():
+        form = native_form(model)
+        for length in (5, LIMIT, LIMIT + 9, LIMIT, LIMIT + 30, 8):
+            fresh = copy.deepcopy(model_of(kind)).model.rotary_emb
+            cos, sin = fresh(like, position_ids=torch.arange(length)[None])
+            table = form._rope(4 * LIMIT, length)
+            assert torch.equal(table[0][0, :length], cos[0])
+            assert torch.equal(table[1][0, :length], sin[0])
+            # A long text of transformers.
+            model(input_ids=prompt_of(LIMIT + 3))
+            assert form.is_current()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_beyond_its_change(kind):
+    """The target's RoPE does not change there. Draft tokens may be anything."""
+    target, draft = random_llama(0), model_of(kind)
+    with Pipeline(target, draft, schedule="lockstep", lookahead=3) as pipe:
+        same_text(pipe, prompt_of(LIMIT - 8), max_new_tokens=NEW)
+        assert pipe.report.stages[0].forward == "native"
+
+
+def test_frequencies_that_a_user_changes_count():
+    model = copy.deepcopy(model_of("dynamic"))
+    pipe = Pipeline(model, schedule="plain")
+    before = pipe.generate(prompt_of(7), max_new_tokens=12, do_sample=False)
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.25
+    wanted = model.generate(prompt_of(7), max_new_tokens=12, do_sample=False)
+    assert not torch.equal(before, wanted)
+    assert torch.equal(pipe.generate(prompt_of(7), max_new_tokens=12, do_sample=False), wanted)

@@ -16,6 +16,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra `serve` is not installed")
 
 from pipespec import Pipeline  # noqa: E402
+from pipespec.api.server import app  # noqa: E402
 from pipespec.api.server.jobs import Turns  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402
 from pipespec.models.tokenizers import load_tokenizer  # noqa: E402
@@ -82,8 +83,10 @@ def content(answer: Answered) -> str:
         {"tools": [TOOL], "tool_choice": "none"},
         {"response_format": {"type": "text"}},
         {"top_k": 40, "min_p": 0.05, "top_p": 0.9},
+        {"temperature": 1e-320},
         {"repetition_penalty": 1.0},
         {"ignore_eos": False, "min_tokens": 3},
+        {"temperature": 0, "repetition_penalty": 1},
         {"stop_token_ids": []},
         {"cache_prompt": True, "keep_alive": "5m", "user": "u", "metadata": {"a": "b"}, "store": False},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -150,11 +153,14 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"max_tokens": 2.7}, "max_tokens", "must be an integer, not 2.7"),
         ({"top_k": 10**400}, "top_k", "must be an integer"),
         ({"repetition_penalty": 10**400}, "repetition_penalty", "must be a number"),
-        ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers of float32"),
+        ({"logit_bias": {"5": 10**400}}, "logit_bias", "must be numbers up to 1e+30"),
         ({"logit_bias": {"5": math.inf}}, None, "no JSON"),
-        ({"logit_bias": {"5": 1e39}}, "logit_bias", "must be numbers of float32"),
+        ({"logit_bias": {"5": 2e30}}, "logit_bias", "must be numbers up to 1e+30"),
+        ({"generation_config": {"temperature": 1e-320}}, "generation_config.temperature", "must be at least 1e-05"),
+        ({"user": "a\ud800"}, "user", "has half of a surrogate pair"),
+        ({"a\ud800": 1}, "a?", "has half of a surrogate pair"),
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
-        ({"min_tokens": 9, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
+        ({"min_tokens": 5, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
         ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
@@ -171,7 +177,9 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "must be a token id"),
         ({"generation_config": "{"}, "generation_config", "is no JSON"),
         ({"generation_config": {"custom_generate": "x/y"}}, "generation_config.custom_generate", "is no option"),
-        ({"generation_config": {"num_beams": 2}}, None, "num_beams=2 is not supported"),
+        ({"generation_config": {"num_beams": 2}}, "generation_config", "num_beams=2 is not supported"),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", "a text ends at 64 tokens at most"),
+        ({"min_tokens": 7}, "min_tokens", "must be at most 6, the limit of the text"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable of a template"),
     ],
     ids=lambda value: str(value)[:80],
@@ -182,6 +190,10 @@ def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: s
         assert (answer.status, answer.error["type"], answer.error["param"]) == (400, "invalid_request_error", param)
         assert message in answer.error["message"]
         assert answer.error["message"].startswith((param or "").partition("[")[0]) or param is None
+
+
+def test_whole_numbers_are_numbers(served: Served) -> None:
+    assert served.chat(temperature=2, repetition_penalty=2, top_p=1, min_p=0, presence_penalty=1).status == 200
 
 
 def test_arguments_that_are_nested_too_deeply_stay_text(with_tools: Served) -> None:
@@ -229,6 +241,32 @@ def test_prompts_in_all_forms(served: Served) -> None:
         choices = [event["choices"][0] for event in streamed if event["choices"][0]["index"] == index]
         assert "".join(choice["text"] for choice in choices) == text
         assert [choice["finish_reason"] for choice in choices if choice["finish_reason"]] == ["length"]
+
+
+def test_the_text_between_two_others(served: Served, pipe: Pipeline) -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    tokenizer.init_kwargs["fim_tokens"] = tokenizer.convert_ids_to_tokens([65, 66, 67])
+    bos = served.ask("/tokenize", {"prompt": ""}).json["tokens"]
+    first, last = (served.ask("/tokenize", {"content": text}).json["tokens"] for text in ("def mean(", "return x"))
+    wanted = served.complete(prompt=[*bos, 65, *first, 66, *last, 67]).json
+    with serving(pipe, tokenizer) as filling:
+        answer = filling.complete(prompt="def mean(", suffix="return x").json
+        assert [answer[name] for name in ("choices", "usage")] == [wanted[name] for name in ("choices", "usage")]
+        two = filling.complete(prompt=["def mean(", "def mean("], suffix="return x").json["choices"]
+        assert [choice["text"] for choice in two] == [wanted["choices"][0]["text"]] * 2
+        plain = served.complete(prompt="def mean(").json["choices"]
+        assert filling.complete(prompt="def mean(", suffix="").json["choices"] == plain
+        for fields, param in (
+            ({"prompt": [1, 2]}, "prompt"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": ["a"] * 2049}, "prompt"),
+            ({"echo": True}, "echo"),
+            ({"suffix": "value " * 9999}, "suffix"),
+            ({"suffix": 5}, "suffix"),
+        ):
+            refused = filling.complete(**{"suffix": "return x"} | fields)
+            assert (refused.status, refused.error["param"]) == (400, param)
+        assert filling.chat(suffix="return x").error["param"] == "suffix"
 
 
 def test_a_text_ends_at_given_tokens(served: Served) -> None:
@@ -430,6 +468,17 @@ def test_a_call_can_be_forced(with_tools: Served) -> None:
 # ---- the form of answers
 
 
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_anthropics_messages_with_a_format(with_tools: Served, field: str) -> None:
+    pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
+    schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}  # fmt: skip
+    wanted = {"type": "json_schema", "schema": schema}
+    body = {"messages": [USER], "max_tokens": 40, field: {"format": wanted} if field == "output_config" else wanted}
+    answer = with_tools.ask("/v1/messages", body).json
+    assert json.loads(answer["content"][0]["text"])["n"] in (True, False)
+    assert answer["stop_reason"] == "end_turn"
+
+
 def test_streams_have_openais_form(served: Served) -> None:
     answer = served.chat(stream=True)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -445,7 +494,7 @@ def test_streams_have_openais_form(served: Served) -> None:
 
 
 def test_bodies_that_are_no_requests(served: Served) -> None:
-    bodies = [b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "a\\ud800b"}', b'{"max_tokens": NaN}', b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"]  # fmt: skip
+    bodies = [b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"max_tokens": NaN}', b'{"messages": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"]  # fmt: skip
     for raw in bodies:
         answer = served.ask("/v1/completions", raw)
         assert (answer.status, answer.error["type"]) == (400, "invalid_request_error"), raw[:40]
@@ -463,7 +512,7 @@ def test_prompts_beyond_the_model(served: Served) -> None:
     largest = served.service.model.prompts.largest_body
     answer = served.ask("/v1/completions", b"x", **{"Content-Length": str(largest + 1)})
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
-    answer = served.complete(prompt=[5] * (limit - 2), max_tokens=100)
+    answer = served.complete(prompt=[5] * (limit - 2), max_tokens=100, min_tokens=50)
     assert answer.json["usage"]["completion_tokens"] == 2
 
 
@@ -566,6 +615,19 @@ def test_half_requests_keep_nobody_out(pipe: Pipeline) -> None:
         for connection in connections:
             connection.close()
         until(lambda: served.service._unread == 0, "they have ended")
+
+
+def test_a_large_body_gives_its_memory_back(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(app, "_give_back_memory", lambda: given.append(threading.get_ident()))
+    assert served.complete().status == 200
+    assert given == []
+    for path, fields in (
+        ("/v1/completions", {"prompt": "value " * 60_000}),
+        ("/tokenize", {"content": "value " * 60_000}),
+    ):
+        assert served.ask(path, fields).status == 400
+    assert len(given) == 2
 
 
 def test_health_while_large_bodies_are_read(served: Served) -> None:

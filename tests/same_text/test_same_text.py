@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -157,10 +157,21 @@ def by_hook(pipe: Pipeline, target: Any, ids: torch.Tensor, streamer: Any = None
 
 
 @pytest.fixture(scope="module")
-def opened(request: pytest.FixtureRequest, target: Any) -> Iterator[Opened]:
-    way, chain = request.param
+def pipelines(target: Any) -> Iterator[Callable[[tuple[str, str]], Opened]]:
+    """Opens the pipeline of a way and a chain, and keeps it for as long as tests ask for it one after the other."""
     with ExitStack() as stack:
-        yield Opened(WAYS[way], CHAINS[chain], copy.deepcopy(target), stack)
+
+        @functools.lru_cache(maxsize=1)
+        def opened(way: str, chain: str) -> Opened:
+            stack.close()
+            return Opened(WAYS[way], CHAINS[chain], copy.deepcopy(target), stack)
+
+        yield lambda pair: opened(*pair)
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest, pipelines: Callable[[tuple[str, str]], Opened]) -> Opened:
+    return pipelines(request.param)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ ARGUMENTS: dict[str, Argument] = {
     # other ways to speculate
     "prompt_lookup_num_tokens": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='ngram')"),
     "assistant_early_exit": Argument(How.REFUSED, "name a draft in Pipeline(target, drafts=...); in the target's `generation_config` it is accepted and has no effect"),
-    "use_mtp": Argument(How.REFUSED, _ASSISTED),
+    "use_mtp": Argument(How.REFUSED, "pass it to Pipeline(target, drafts='mtp')"),
     "speculation_type": Argument(How.REFUSED, _ASSISTED),
     "assistant_ensemble_weight": Argument(How.REFUSED, _ASSISTED),
     "is_assistant": Argument(How.REFUSED, _ASSISTED),

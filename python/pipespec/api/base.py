@@ -72,6 +72,14 @@ class BasePipeline(Slots):
         """The model whose text is generated."""
         return self.models[-1]
 
+    def __repr__(self) -> str:
+        driver = getattr(self, "_driver", None)
+        if driver is None:
+            return f"<{type(self).__name__} that runs no models>"
+        names = [getattr(model, "name_or_path", "") or type(model).__name__ for model in self.models]
+        drafts = f", drafts {', '.join(names[:-1])}" if names[1:] else ""
+        return f"<{type(self).__name__} of {names[-1]}{drafts}: {driver.ran_as}>"
+
     def _caching(self) -> Sequence[PreTrainedModel]:
         """The models with caches in this process."""
         return self.models

@@ -147,4 +147,4 @@ def _report(
     stage = StageReport("target", tokens, rows * width + tokens - rows, 0, 0, tokens, 0, 0, 0, (tokens,), form)
     first = last.seconds_to_first if last.seconds_to_first is not None else seconds
     keys, decisions = None if seeds is None else tuple(seeds), (f"transformers decodes: {cause}",)
-    return Report(TRANSFORMERS, rows, tokens, seconds, first, (stage,), keys, decisions)
+    return Report(TRANSFORMERS, rows, tokens, seconds, first, (stage,), keys, decisions, prompt_tokens=rows * width)

@@ -64,6 +64,8 @@ def report_of(call: PreparedCall, decoder: Decoder) -> Report:
         ),
         seeds=None if call.seeds is None else tuple(call.seeds),
         decisions=decoder.remarks or None,
+        prompt_tokens=sum(map(len, call.request.inputs.prompts)),
+        plain_step_seconds=decoder.plain_step_seconds,
         prompt_tokens_reused=decoder.prompt_tokens_reused,
         trace=traces or None,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import math
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
@@ -77,6 +79,8 @@ class Report:
         stages: Counters of each stage, the target last.
         seeds: Keys of the rows' noise; None: greedy. ``generate(prompt, seed=[key])`` gives a row's text again.
         decisions: Reasons for the schedule of the call, and for changes during the call: where the call differs from the arguments.
+        prompt_tokens: Tokens of the prompts of all rows, without padding.
+        plain_step_seconds: Time of a step of the target without draft tokens, as the controller has measured it; None where it has not.
         prompt_tokens_reused: Tokens of the prompts that the target did not read, since it had their keys and values: from earlier calls, or from the caller.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
@@ -89,6 +93,8 @@ class Report:
     stages: tuple[StageReport, ...]
     seeds: tuple[int, ...] | None = None
     decisions: tuple[str, ...] | None = None
+    prompt_tokens: int = 0
+    plain_step_seconds: float | None = None
     prompt_tokens_reused: int = 0
     trace: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
@@ -111,10 +117,29 @@ class Report:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else float("nan")
 
+    @property
+    def decoding_seconds(self) -> float:
+        """Wall-clock time after the first token."""
+        return self.seconds - self.seconds_to_first_token
+
+    @property
+    def decoding_tokens_per_second(self) -> float:
+        """Tokens after the first of each row, by the time after it; NaN where there are none."""
+        return (self.tokens - self.rows) / self.decoding_seconds if self.tokens > self.rows else float("nan")
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than plain decoding the text of one row was decoded, prompt apart, as estimated from ``plain_step_seconds``; NaN where that is not known."""
+        if self.plain_step_seconds is None or self.rows != 1:
+            return float("nan")
+        return self.decoding_tokens_per_second * self.plain_step_seconds
+
     def to_dict(self) -> dict:
         """All figures but the trace, derived ones included, ready for JSON."""
         out = asdict(replace(self, trace=None)) | {
             "tokens_per_second": self.tokens_per_second,
+            "decoding_tokens_per_second": self.decoding_tokens_per_second,
+            "gain": self.gain,
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "acceptance_histogram": self.acceptance_histogram,
@@ -139,13 +164,28 @@ class Report:
             )
         return self.trace
 
+    def summary(self) -> str:
+        """One line: what the whole call, its prompt, and its decoding took."""
+        kept = f" ({self.prompt_tokens_reused} kept from earlier calls)" if self.prompt_tokens_reused else ""
+        words = [
+            f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s",
+            f"prompt of {self.prompt_tokens} tokens{kept} in {self.seconds_to_first_token * 1e3:.0f} ms",
+        ]
+        if self.tokens > self.rows:
+            words.append(f"then {self.decoding_tokens_per_second:.1f} tokens/s")
+        if not math.isnan(self.gain):
+            words.append(f"about {self.gain:.2f} times plain decoding")
+        return ", ".join(words)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
     def __str__(self) -> str:
         lines = [
-            f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s = {self.tokens_per_second:.1f} tokens/s, "
-            f"first after {self.seconds_to_first_token * 1e3:.0f} ms",
+            self.summary(),
             f"{'stage':<12}{'steps':>8}{'verified':>10}{'accepted':>10}{'rate':>7}{'length':>8}{'rollbacks':>11}{'wasted':>8}",
         ]
-        notes = [f"{self.prompt_tokens_reused} prompt tokens were not read again"] if self.prompt_tokens_reused else []
+        notes = []
         for s in self.stages:
             verifies = (s.drafted, s.accepted, f"{s.acceptance_rate:.3f}") if s.drafted else ("-", "-", "-")
             lines.append(

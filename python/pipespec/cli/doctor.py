@@ -83,7 +83,7 @@ def _facts_of(model: str) -> dict[str, str]:
 
         from pipespec.models.families import FAMILIES
         from pipespec.models.gguf import GgufFile
-        from pipespec.models.gguf_models import architecture_of
+        from pipespec.models.gguf_config import architecture_of
         from pipespec.models.gguf_tokenizer import end_ids
         from pipespec.models.layout import CacheLayout, UnsupportedLayers
         from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes

@@ -183,7 +183,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
 def _check_room(args: argparse.Namespace, target: Any, length: int) -> None:
     """Refuse a prompt of ``length`` tokens that is longer than what the target was made for, and warn of a text that may become so."""
-    limit = getattr(target.config, "max_position_embeddings", None)
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and limit <= length and not args.beyond_context:
         raise ValueError(
             f"the prompt has {length} tokens, and the target was made for texts of {limit}: shorten it, or pass --beyond-context, "

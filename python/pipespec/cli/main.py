@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pipespec.cli import chat, demo, doctor, generate, recommend, serve
 from pipespec.cli.options import command_of
@@ -24,6 +24,12 @@ from pipespec_kernels import __version__
 _INPUT_ERRORS = (ValueError, TypeError, OSError, NotImplementedError, ImportError)
 
 
+_MEANT = {"--model": "--target", "-m": "--target", "-p": "--prompt", "-f": "--prompt-file"}
+_MEANT |= {"-n": "--max-new-tokens", "--n-predict": "--max-new-tokens", "--max-tokens": "--max-new-tokens"}
+_MEANT |= {"-md": "--draft", "--draft-model": "--draft", "--model-draft": "--draft", "--temp": "--temperature"}
+"""Options of other programs, and ours."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command, and return the exit code. ``arguments``: the command line without the program's name; default: ``sys.argv``."""
     if sys.stderr is None:  # closed
@@ -31,9 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown and args.options:
-        option = next((text for text in unknown if text.startswith("--")), "").partition("=")[0]
-        near = difflib.get_close_matches(option, args.options, 1)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+        _refuse(parser, unknown, args.options)
     if sys.stdout is None:
         say("error: standard output is closed")
         return 2
@@ -58,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
             # One line, except for errors that contain a table.
             message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
             message = message or type(error).__name__
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                message = f"{error.filename}: {error.strerror.lower()}"
             if not isinstance(error, _INPUT_ERRORS):
                 message = f"{type(error).__name__}: {message}"
             hint = " (`pipespec doctor` checks the installation)" if isinstance(error, ImportError) else ""
@@ -65,6 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
         except OSError:  # nothing can be written there; Python must not try to at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         return 2
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: list[str], options: Sequence[str]) -> None:
+    """End with an error that names the arguments which no option took, and what may have been meant."""
+    option = next((text for text in unknown if text.startswith("-")), "").partition("=")[0]
+    meant = _MEANT.get(option, "")
+    near = [meant] if meant in options else difflib.get_close_matches(option, options, 1)
+    if not option and "--target" in options:
+        near = ["--target MODEL", "--prompt TEXT"] if "--prompt" in options else ["--target MODEL"]
+    hint = f"; did you mean {' '.join(near)}?" if near else ""
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
 def _parser() -> argparse.ArgumentParser:

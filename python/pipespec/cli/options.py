@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pipespec.process.files import require_model
 from pipespec.registry import DRAFTS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -65,11 +66,16 @@ def chosen_models(
     """Target, drafts and dtype by the options of :func:`add_models`. ``bundled``: names of the drafts where no target is given, and the bundled one is used.
 
     Raises:
+        FileNotFoundError: A path at which there is nothing: before torch is imported, which takes seconds.
         ValueError: Drafts without a target. A draft that a name stands for needs none.
     """
+    names = {row.name for row in DRAFTS}
+    for path in filter(None, (args.target, args.tokenizer, *args.draft)):
+        if path not in names:
+            require_model(path)
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if set(args.draft) - {row.name for row in DRAFTS}:
+    if set(args.draft) - names:
         raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 

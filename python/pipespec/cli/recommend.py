@@ -65,7 +65,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser.set_defaults(command=run)
     option(parser, "target", "PATH", str, "model that defines the text (default: the bundled family)")
     option(parser, "draft", "PATH", str, "a candidate; may be repeated", action="append", default=[])
-    prompts = f"a text, or JSON lines with prompts; the first {_MAX_PROMPTS} count (default: a few built-in ones)"
+    prompts = f"a text file, or JSON lines with prompts; the first {_MAX_PROMPTS} count (default: a few built-in ones)"
     option(parser, "prompts", "FILE", Path, prompts)
     option(parser, "new-tokens", "N", positive, "new tokens per prompt (%(default)s)", default=32)
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)

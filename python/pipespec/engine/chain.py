@@ -41,6 +41,7 @@ class DraftSpec:
         translates: Whether its model has another tokenizer than the target. Its stage then counts ``translated``.
         runs_at_once: Whether stages of it may run in several threads at the same time, over the same model or spec.
         lookahead: Default of its lookahead. None: the schedule's.
+        drafts_at_once: Whether one forward drafts all tokens of a round, so that further ones take next to no time.
         source: How the controller calls it, see :class:`pipespec.engine.controller.Choice`. Empty: the controller cannot drive a chain with it.
         given: What the user passed for its model: a path, or the model itself.
     """
@@ -57,6 +58,7 @@ class DraftSpec:
     translates: ClassVar[bool] = False
     runs_at_once: ClassVar[bool] = False
     lookahead: ClassVar[int | None] = None
+    drafts_at_once: ClassVar[bool] = False
     source: ClassVar[str] = ""
 
     @property

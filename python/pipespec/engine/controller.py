@@ -224,12 +224,15 @@ class Controller:
         relative_cost: Time of a step of the draft model as a part of the target's, before the first measurement: the ratio of their bytes. None: there is
             no draft model.
         further: Of the target, see :class:`StepTimes`. As a text goes on, the measured times of its own steps count.
+        at_once: Whether one step of the draft model drafts all tokens of a round. ``note_draft`` is then called once per round.
     """
 
-    def __init__(self, relative_cost: float | None, further: Callable[[int], float] | None = None) -> None:
+    def __init__(
+        self, relative_cost: float | None, further: Callable[[int], float] | None = None, *, at_once: bool = False
+    ) -> None:
         machine = Machine()
         self.target, self.draft = StepTimes(machine, further), StepTimes(machine)
-        self._relative_cost = relative_cost
+        self._relative_cost, self._at_once = relative_cost, at_once
         self.rates = {kind: AcceptanceRates(prior) for kind, prior in _PRIORS.items()}
         self._rounds = self._aged = 0
         self._plain_age = self._reviewed = -1
@@ -351,7 +354,7 @@ class Controller:
         best, rate = 0, 0.0
         bound = rates.bound if rates.is_known else 1
         for k, expected in enumerate(rates.expected()[1 : bound + 1], 1):
-            if (now := expected / (times[k] + k * each)) > rate:
+            if (now := expected / (times[k] + (each if self._at_once else k * each))) > rate:
                 best, rate = k, now
         pays = rate > _GAIN * self._plain_rate and (rates.is_known or self._generated >= _FIRST_TRIAL)
         if pays and lag > _SMALL_LAG:

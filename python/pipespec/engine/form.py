@@ -69,6 +69,10 @@ class PartsForm(Form):
         if self.parts.layers:
             hidden, streams = self.run_layers(hidden, cache, () if features is None else features.layers)
             if features is not None:
+                last = len(self.parts.layers)
+                if last in streams and self.parts.embed is not None and self.parts.norm is not None:
+                    # As in transformers' hidden_states.
+                    streams[last] = self.parts.norm(streams[last])
                 features.record(lengths, {0: embedded, **streams})
         if self.parts.head is None:
             return hidden[:, hidden.shape[1] - keep :]

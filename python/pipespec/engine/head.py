@@ -7,8 +7,6 @@ own output at the slot before takes the place of ``g``. Each slot attends to tho
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,100 +16,56 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
-from transformers.utils import cached_file
+from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.sampling import float32_copy
+from pipespec.engine.target_reader import (
+    CONFIG,
+    WEIGHTS,
+    ReaderConfig,
+    TargetReader,
+    layer_config,
+    read_record,
+    read_weights,
+)
 from pipespec.models import description
-from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
-from pipespec.models.loading import DAMAGE, fill, read_stored
+from pipespec.models.loading import DAMAGE, fill
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
-from pipespec.models.quantized import INT8
-from pipespec.models.quantizing import put_in_blocks, rest_in_float32
-from pipespec.models.tiled import put_in_tiles
-from pipespec.process.records import parse_json
 from pipespec_kernels.decoder import NativeDecoder
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_BLOCKS = ("llama", "qwen3")
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 """The target's own weights, which the trainer of ``speculators`` may have stored."""
 
 
 def is_head(draft: Any) -> bool:
     """Whether what a user gave for a draft is the folder, or the hub name, of a draft head."""
-    if not isinstance(draft, (str, Path)):
-        return False
-    record = _record(draft) or {}
+    record = read_record(draft) or {}
     is_named = any("eagle3" in str(name).lower() for name in record.get("architectures") or [])
     return is_named or "draft_vocab_size" in record or "speculators_model_type" in record
 
 
-def _record(folder: str | Path) -> dict[str, Any] | None:
-    """The object in a ``config.json``; None where there is none, or none that can be read."""
-    file = _file(folder, CONFIG)
-    try:
-        found = None if file is None else parse_json(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _file(folder: str | Path, name: str) -> Path | None:
-    path = Path(folder)
-    if path.is_dir():
-        return path / name if (path / name).is_file() else None
-    if path.exists() or path.is_absolute() or str(folder).startswith(".") or str(folder).count("/") != 1:
-        return None
-    try:
-        found = cached_file(str(folder), name)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
-
-
-@dataclass(frozen=True)
-class HeadConfig:
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig(ReaderConfig):
     """The architecture of a draft head, and the target that it fits.
 
+    Without ``features``, :meth:`layers_of` is EAGLE-3's rule.
+
     Attributes:
-        block: transformers' config of its decoder layers. ``vocab_size`` is the target's.
-        draft_vocabulary: tokens that it can draft.
-        features: the target's hidden states that it reads, as indices in ``hidden_states``; None: EAGLE-3's rule, see :meth:`layers_of`.
-        target_hidden: size of the target's hidden states.
         norm_before_residual: the first layer adds to the normalised state instead of to the state.
         norm_before_fc: one norm over all hidden states in front of ``fc``.
         fc_norm: one norm for each of them.
         norm_output: the next slot reads the output after the last norm.
-        where: its folder, for messages.
     """
 
-    block: Any
-    draft_vocabulary: int
-    features: tuple[int, ...] | None
-    target_hidden: int
+    kind = "draft head"
+
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    where: str = "the draft head"
-
-    def get_text_config(self, decoder: bool = False) -> Any:
-        """:attr:`block`, by the name that models have for it."""
-        return self.block
-
-    @classmethod
-    def load(cls, folder: str | Path) -> HeadConfig:
-        """Read the ``config.json`` of a head, in either format. Raises ``FileNotFoundError`` if there is none, and ``ValueError`` for a config of no head."""
-        record = _record(folder)
-        if record is None:
-            raise FileNotFoundError(f"{folder} holds no draft head: there is no {CONFIG} in it that can be read")
-        return cls.from_json(record, str(folder))
 
     @classmethod
     def from_json(cls, record: dict[str, Any], where: str = "the draft head") -> HeadConfig:
@@ -119,17 +73,13 @@ class HeadConfig:
         kind = record.get("speculators_model_type", "eagle3")
         if kind != "eagle3":
             raise ValueError(
-                f"{where} is a draft of the kind {kind!r}; of the speculators format, EAGLE-3 heads are read"
+                f"{where} is a draft of the kind {kind!r}; of the speculators format, EAGLE-3 heads and the block drafters 'dflash' and 'dspark' are read"
             )
         described = record.get("transformer_layer_config", record)
         try:
             name = "eagle_aux_hidden_state_layer_ids"
             ids = record.get(name) or (record.get("eagle_config") or {}).get(name)
-            described = dict(described)
-            model_type = described.pop("model_type", "llama")
-            if model_type not in _BLOCKS:
-                raise ValueError(f"its layers are those of {model_type!r}; {' and '.join(map(repr, _BLOCKS))} are read")
-            block = AutoConfig.for_model(model_type, **{k: v for k, v in described.items() if k != "architectures"})
+            block = layer_config(described, "llama")
             return cls(
                 block=block,
                 draft_vocabulary=int(record.get("draft_vocab_size") or block.vocab_size),
@@ -172,64 +122,17 @@ class HeadConfig:
         """The features of a target with ``depth`` layers; without a choice 2, the middle, and the third from the end, as EAGLE-3 has them."""
         return (2, depth // 2, depth - 3) if self.features is None else self.features
 
-    @property
-    def count(self) -> int:
-        """Number of the hidden states that it reads."""
-        return 3 if self.features is None else len(self.features)
 
-    def require(self, target: Any) -> None:
-        """Check that the head is for a target.
-
-        Args:
-            target: its config.
-
-        Raises:
-            ValueError: another hidden size, number of layers or vocabulary.
-        """
-        config = text_config(target)
-        advice = "use the target that the head was trained for, or train one for this target (pipespec train-draft)"
-        if config.hidden_size != self.target_hidden:
-            raise ValueError(
-                f"{self.where} reads hidden states of size {self.target_hidden}, the target's have {config.hidden_size}: {advice}"
-            )
-        if config.vocab_size != self.block.vocab_size:
-            raise ValueError(
-                f"{self.where} is for a vocabulary of {self.block.vocab_size} tokens, the target has {config.vocab_size}: {advice}"
-            )
-        layers, depth = self.layers_of(config.num_hidden_layers), config.num_hidden_layers
-        if len(set(layers)) != len(layers) or not all(0 <= k < depth for k in layers):
-            raise ValueError(
-                f"{self.where} reads the hidden states {list(layers)} (0: the embedding, k: the output of layer k - 1); the target's {depth} layers "
-                f"give those from 0 to {depth - 1}: {advice}"
-            )
-
-
-class DraftHead(nn.Module):
+class DraftHead(TargetReader):
     """An EAGLE-3 head.
 
     Args:
         config: its architecture. Weights are random until they are loaded.
-
-    Attributes:
-        attention: of its layers, in transformers' registry, as they were made.
-        embed_tokens: its own embedding; None: the target's.
-        ids: int64 ``[draft_vocabulary]``, the target's id of each token that it can draft.
     """
 
-    ids: torch.Tensor
-
-    base_model_prefix = ""  # for LayerDevices: no base has the layers
-
     def __init__(self, config: HeadConfig, *, has_embedding: bool = False) -> None:
-        super().__init__()
-        self.config = config
-        # The embedding of the base is not used.
-        block = copy.copy(config.block)
-        block.vocab_size, block.pad_token_id = 1, None
-        base = AutoModel.from_config(block, dtype=torch.float32)
-        self.block, self.layers, self.norm, self.rotary_emb = base.config, base.layers, base.norm, base.rotary_emb
-        self.attention = self.block._attn_implementation
-        hidden, norm = block.hidden_size, type(base.norm)
+        super().__init__(config)
+        block, hidden, norm = self.block, self.block.hidden_size, type(self.norm)
         first = self.layers[0]
         first.hidden_norm = norm(hidden, eps=block.rms_norm_eps)
         first.norm_before_residual = config.norm_before_residual
@@ -243,8 +146,6 @@ class DraftHead(nn.Module):
         norms = [norm(config.target_hidden, eps=block.rms_norm_eps) for _ in range(config.count * config.fc_norm)]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.embed_tokens = nn.Embedding(config.block.vocab_size, hidden) if has_embedding else None
-        self.register_buffer("ids", torch.arange(config.draft_vocabulary), persistent=False)
-        self._borrowed: list[Any] = []  # not a submodule: its weights are the target's
 
     @classmethod
     def load(cls, folder: str | Path, target: PreTrainedModel, dtype: torch.dtype | str = "auto") -> DraftHead:
@@ -261,39 +162,15 @@ class DraftHead(nn.Module):
         """
         config = HeadConfig.load(folder)
         config.require(target.config)
-        weights = _weights(folder)
+        weights = read_weights(folder)
         d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
         head = cls(config, has_embedding="embed_tokens.weight" in weights)
         named = {name.replace("midlayer.", "layers.0.", 1): value for name, value in weights.items()}
         named = {name: x for name, x in named.items() if name not in _UNUSED and not name.endswith("inv_freq")}
         fill(head, named, f"{config.where}: its weights are not those of its {CONFIG}")
-        where, count, size = config.where, config.draft_vocabulary, config.block.vocab_size
-        if d2t is not None:  # what is added to each index
-            head.ids = ids = torch.arange(len(d2t)) + d2t.long()
-            if ids.shape != (count,) or int(ids.min()) < 0 or int(ids.max()) >= size or len(ids.unique()) != count:
-                raise ValueError(f"{where}: d2t does not give {count} different tokens of {size}")
-            if t2d is not None and not torch.equal(t2d.bool().nonzero()[:, 0], ids.sort().values):
-                raise ValueError(f"{where}: d2t and t2d name different tokens")
-        elif count != size:
-            raise ValueError(f"{where} drafts {count} of {size} tokens and has no d2t, which says which ones")
-        if dtype == "auto":
-            dtype = min(weights["fc.weight"].dtype, compute_dtype(target), key=lambda each: each.itemsize)
-        head.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-        head.borrow(target)
-        return head.to(input_device(target)).eval()
-
-    def borrow(self, target: PreTrainedModel) -> None:
-        """Use the target's embedding if the head has none. Raises ``ValueError`` where that has another size."""
-        if self.embed_tokens is not None:
-            return
-        size, needed = text_config(target.config).hidden_size, self.config.block.hidden_size
-        if size != needed:
-            raise ValueError(
-                f"{self.config.where} has no embedding of its own, and its hidden size is {needed}, the target's {size}"
-            )
-        if embedding_size(target) < self.config.block.vocab_size:
-            raise ValueError(f"{self.config.where} has no embedding of its own, and the target's has fewer tokens")
-        self._borrowed = [target.get_input_embeddings()]
+        head.choose_tokens(d2t, t2d)
+        head.place(target, dtype, weights["fc.weight"].dtype)
+        return head
 
     def save(self, folder: str | Path, target: PreTrainedModel, lookahead: int = 3) -> None:
         """Write the head in the format of ``speculators``.
@@ -320,50 +197,11 @@ class DraftHead(nn.Module):
         )
         (folder / CONFIG).write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
 
-    def quantize(self, name: str) -> str:
-        """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
-        name = "q8_0" if name == INT8 else name
-        device, dtype = self.device, self.dtype
-        with torch.no_grad():
-            put_in_blocks(self, name, self.lm_head)
-            if device.type in ("cpu", "meta"):
-                rest_in_float32(self)
-            else:
-                put_in_tiles(self, device, dtype, lambda: self)
-        return name
-
     def parts(self) -> ModelParts:
         """What the native decoder runs. Raises :class:`NotReadable` where the head has something that it does not have."""
         if self.config.norm_output:
             raise NotReadable("its next slot reads the output after the last norm")
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
-
-    @functools.cached_property
-    def drafts_all(self) -> bool:
-        """Whether its vocabulary is the target's."""
-        return self.config.draft_vocabulary == self.config.block.vocab_size and bool((self.ids.diff() == 1).all())
-
-    @property
-    def step_bytes(self) -> int:
-        """Bytes of the weights that a step reads. Of its own embedding it reads rows."""
-        return weight_bytes(self) - (0 if self.embed_tokens is None else weight_bytes(self.embed_tokens))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its norms, and so of its hidden states."""
-        return self.norm.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
-
-    def get_input_embeddings(self) -> Any:
-        """The module that embeds: its own, or the target's."""
-        return self._borrowed[0] if self.embed_tokens is None else self.embed_tokens
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[rows, q, H]`` of ``tokens [rows, q]``, ids of the target."""
-        return self.get_input_embeddings()(tokens).to(self.dtype)
 
     def native_product(self) -> NativeDecoder:
         """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
@@ -417,13 +255,3 @@ class DraftHead(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., draft_vocabulary]`` of outputs ``[..., H]``."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def _weights(folder: str | Path) -> dict[str, torch.Tensor]:
-    """All tensors of a head's safetensors."""
-    file = _file(folder, WEIGHTS)
-    if file is None:
-        inside = sorted(p.name for p in Path(folder).glob("*.bin")) if Path(folder).is_dir() else []
-        note = f" (only {', '.join(inside)}, which can run code when loaded); convert the head to safetensors"
-        raise FileNotFoundError(f"{folder} holds no {WEIGHTS}{note if inside else ''}")
-    return read_stored(file)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from pipespec.engine.native import NativeForm
 from pipespec.engine.prefixes import Origin, Source
 from pipespec.engine.sampling import float32_copy
 from pipespec.engine.stage import Stage
+from pipespec.engine.target_reader import ReaderConfig
 from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
 from pipespec_kernels.decoder import NativeDecoder
@@ -39,7 +40,7 @@ class HeadStage(Stage):
         others: see :class:`Stage`.
     """
 
-    model: DraftHead
+    model: Any
 
     form = "draft head"
     may_defer = True
@@ -245,6 +246,8 @@ class HeadDraft(DraftSpec):
     reads_target = True
     verifies = False  # it runs its slots one after the other, so that drafting costs as much
     source = "model"
+    config_class: ClassVar[type[ReaderConfig]] = HeadConfig
+    model_class: ClassVar[Any] = DraftHead
 
     folder: str | Path
 
@@ -253,18 +256,19 @@ class HeadDraft(DraftSpec):
         return cls(given) if is_head(given) else None
 
     def check(self, target: PretrainedConfig) -> None:
-        HeadConfig.load(self.folder).require(target)
+        self.config_class.load(self.folder).require(target)
 
-    def load(self, target: PreTrainedModel, dtype: torch.dtype | str) -> DraftHead:
+    def load(self, target: PreTrainedModel, dtype: torch.dtype | str) -> Any:
         if tensor_parallel_size(target) > 1:
             raise ValueError(
-                f"{self.folder} is a draft head, and the target is sharded over processes (tp_plan): leave one out"
+                f"{self.folder} is {self.label}, and the target is sharded over processes (tp_plan): leave one out"
             )
-        return DraftHead.load(self.folder, target, dtype)
+        return self.model_class.load(self.folder, target, dtype)
 
-    def fit(self, model: DraftHead, target: PreTrainedModel, weights: str | None) -> tuple[DraftHead, str | None]:
+    def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:
         model.borrow(target)
         return model, None if weights is None else model.quantize(weights)
 
-    def step_bytes(self, model: DraftHead) -> int:
-        return model.step_bytes
+    def step_bytes(self, model: Any) -> int:
+        found: int = model.step_bytes
+        return found

@@ -29,6 +29,7 @@ from pipespec.engine.form import (
 from pipespec.models import description, families
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import changing_buffers, dynamic_frequencies, reset_rotary, rotary_changes_at
 from pipespec.models.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -137,7 +138,8 @@ class NativeForm(PartsForm):
         self._steps = parts.embed is not None and parts.head is not None
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for _, module in parts.named_modules() if watches else ():
-            held = (*module._parameters.values(), *module._buffers.values())
+            buffers = {name: module._buffers[name] for name in module._buffers.keys() - changing_buffers(module)}
+            held = (*module._parameters.values(), *buffers.values())
             tensors[isinstance(module, (QuantizedEmbedding, QuantizedLinear))] += [
                 tensor for tensor in held if tensor is not None
             ]
@@ -146,6 +148,9 @@ class NativeForm(PartsForm):
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
         self._query_factors = read.query_factors
+        # Dynamic RoPE; a longer text of a target is left to transformers.
+        self._changes_at = None if read.rotary is None else rotary_changes_at(read.rotary)
+        self._frequencies = [frequencies.clone() for frequencies in dynamic_frequencies(read.rotary)]
         self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         """Cosines and sines, float32 ``[rotations, positions, rotary_dim]``, and the factors of queries ``[positions]``."""
 
@@ -175,8 +180,11 @@ class NativeForm(PartsForm):
         if self._steps and (features is None or (isinstance(features, Features) and features.dtype in families.DTYPES)):
             storage, q = cache.open_storage(tokens.shape[1]), tokens.shape[1]
             taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
-            rope, states = self._rope(cache.capacity), cache.open_states()
+            rope, states = self._rope(cache.capacity, max(storage[2], default=0) + q), cache.open_states()
             outputs = self.decoder.step(tokens, *storage, *rope, keep=keep, taps=taps, states=states)
+            if isinstance(features, Features):
+                # As in transformers' hidden_states.
+                features.change(self.decoder.num_layers, self.parts.norm, storage[2], q)
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
@@ -192,7 +200,8 @@ class NativeForm(PartsForm):
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As :meth:`PartsForm.run_layers`. ``side [rows, q, H]``: for layers with side inputs."""
         first, (rows, q, size) = self.parts.first, hidden.shape
-        storage, rope = cache.open_storage(q), self._rope(cache.capacity)
+        storage = cache.open_storage(q)
+        rope = self._rope(cache.capacity, max(storage[2], default=0) + q)
         found = [index for index in features if 0 < index - first <= self.decoder.num_layers]
         out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
         taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
@@ -205,20 +214,32 @@ class NativeForm(PartsForm):
         columns = hidden.shape[1]
         return self.decoder.logits(hidden if keep == columns else hidden[:, columns - keep :])
 
-    def _rope(self, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The table for at least ``capacity`` positions, from the model's own rotary embedding."""
-        table = self._table
-        if table is None or table[0].shape[1] < capacity:
-            like, positions = (
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-                torch.arange(capacity, device="cpu")[None],
-            )
-            calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
-            found = [self._rotary(like, position_ids=positions, **more) for more in calls]
-            cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
-            factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
-            self._table = table = cos, sin, factors
+    def _rope(self, capacity: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The table of a forward up to position ``length - 1``, in a cache of ``capacity``, from the model's own rotary embedding."""
+        if self._changes_at is not None and length > self._changes_at:
+            return self._angles_of(length)  # those of this forward
+        wanted, table = capacity, self._table
+        if self._changes_at is not None:
+            wanted = min(capacity, self._changes_at)
+            reset_rotary(self._rotary)
+            # Its own frequencies are not among the checksums, as forwards change them.
+            now = dynamic_frequencies(self._rotary)
+            if not all(map(torch.equal, now, self._frequencies)):
+                table, self._frequencies = None, [frequencies.clone() for frequencies in now]
+        if table is None or table[0].shape[1] < wanted:
+            self._table = table = self._angles_of(wanted)
         return table
+
+    def _angles_of(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        like, positions = (
+            torch.empty(0, dtype=torch.float32, device="cpu"),
+            torch.arange(count, device="cpu")[None],
+        )
+        calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
+        found = [_angles(self._rotary(like, position_ids=positions, **more)) for more in calls]
+        cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
+        factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
+        return cos, sin, factors
 
     def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:
         """Cosines or sines of a model ``[positions, n]`` in the decoder's order. Some models repeat each element, some have one of each pair."""
@@ -234,6 +255,11 @@ ROUGHLY = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 from layer to layer: SmolLM2-135M in bfloat16 shows 0.02. A factor that the form lacks is far more."""
 
 ROUGH_COLUMNS = 6
+
+
+def _angles(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of what a rotary embedding gives: both, or complex numbers of which they are the parts."""
+    return found if isinstance(found, tuple) else (found.real, found.imag)
 
 
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from pipespec.engine.sampling import (
     float32_copy,
     ignored_prefix,
 )
-from pipespec.errors import run_user_code
+from pipespec.errors import run_user_code, user_stacklevel
 from pipespec_kernels import dispatch, ops
 from pipespec_kernels.noise import ALL_VALID, Noise
 from pipespec_kernels.penalties import Penalties
@@ -174,6 +175,7 @@ class HostSampler(Sampler):
         self._set_numbers(sampling_params)
         self._record, self._vocabulary, self._grammar = record, vocabulary, grammar
         self._sampling_params, self._text = sampling_params, text
+        self._warned = self.kind.sampled  # a draw without a distribution is an error
         self._acceptance = None if sampling_params.stepwise else acceptance
         self._fused = sampling_params.penalties
         self._numbers: Penalties | None = None
@@ -199,6 +201,12 @@ class HostSampler(Sampler):
         """
         if self._vocabulary is not None and logits.shape[2] > self._vocabulary:
             logits = logits[:, :, : self._vocabulary]
+        if self._is_target and not self._warned and bool(logits[0, 0, 0].isnan()) and bool(logits[0, 0].isnan().all()):
+            self._warned = True
+            warnings.warn(
+                "all logits of the target are NaN, so its greedy text means nothing: a weight is NaN or damaged, or numbers overflow (float16?)",
+                stacklevel=user_stacklevel(),
+            )
         bitmask = None
         if self._grammar is not None:
             # A draft may have fewer tokens than the grammar, which is made for the target's.

@@ -59,7 +59,8 @@ def has_stacked_experts(model_type: str) -> bool:
     Args:
         model_type: of the configuration, of a type with experts.
     """
-    source = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    name = model_type.removesuffix("_text")
+    source = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     return not any(name.endswith("ParallelExperts") for name in vars(source))
 
 

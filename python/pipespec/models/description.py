@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.models import experts, recurrent
+from pipespec.models import compat, experts, latent, recurrent
 from pipespec.models.families import (
     BEFORE,
     Family,
@@ -25,6 +25,7 @@ from pipespec.models.families import (
     windows_of,
 )
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import rotary_changes_at
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.decoder import DecoderShape, LayerWeights
@@ -87,7 +88,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     ends = [matrix_of(end) for end in (head, embed) if end is not None]
     kind, eps = _kind_of_norms(parts, family)
     numbers: dict[str, Any] = family.numbers_of(config)
-    numbers["embedding_scale"] = _embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
+    numbers["embedding_scale"] = embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
     if (divisor := numbers.pop("logit_divisor", None)) is not None:
         numbers["logit_scale"] = 1 / divisor
     rotations = _rotations(parts)
@@ -140,6 +141,7 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
     found += ["layers without RoPE"] if family.rotates is not None else []
+    found += ["RoPE that depends on the length of the text"] if rotary_changes_at(parts.rotary) is not None else []
     found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
     found += ["factors of queries"] if family.query_factors is not None else []
     is_gated = all(family.matrices_of(feed_forward_of(layer), ("gate", "gate_up")) for layer in parts.layers)
@@ -148,6 +150,7 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
     attentions = [attention_of(layer) for layer in parts.layers]
     found += ["sinks"] if any(hasattr(attention, "sinks") for attention in attentions) else []
     found += ["recurrent layers"] if None in attentions else []
+    found += ["latents in place of keys and values"] if shape.latent else []
     return ", ".join(found) or None
 
 
@@ -185,7 +188,7 @@ def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
     return kinds.pop() if kinds else ("rms", 0.0)
 
 
-def _embedding_scale(embed: Any) -> float:
+def embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
     if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
         return 1.0 if embed.form.scale is None else embed.form.scale
@@ -221,18 +224,21 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     config, rotary = parts.config, parts.rotary
     types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in types:
-        if kind not in ("default", "linear", "llama3", "yarn", "proportional"):
-            raise NotReadable(f"its RoPE of type {kind} depends on the length of the text")
+        if kind not in ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"):
+            raise NotReadable(f"its RoPE is of type {kind}")
     attentions = [attn for attn in map(attention_of, parts.layers) if attn is not None]
     if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")
     # A part may have recurrent layers alone.
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = {(attn.head_dim, attn.scaling) for attn in attentions} or {(size, 1.0)}
+    if any(map(latent.is_latent, attentions)) and not compat.caches_latents(config.model_type):
+        raise NotReadable("this version of transformers keeps the keys and values of its latents; install a newer one")
+    heads = {(_head_dim(attn), attn.scaling) for attn in attentions} or {(size, 1.0)}
+    ranks = {getattr(attn, "kv_lora_rank", 0) for attn in attentions} or {0}
     kinds = {
         (
             family.activation or _activation(feed_forward_of(layer)),
-            float(getattr(layer, "residual_multiplier", 1.0)),
+            float(getattr(layer, "residual_multiplier", getattr(layer, "residual_scale", 1.0))),
             family.is_parallel and "post_norm" not in _norms_of(layer, family),
         )
         for layer in parts.layers
@@ -241,20 +247,29 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
     downs = [family.matrices_of(feed_forward_of(layer), ("down",)) for layer in parts.layers]
     inner = {down["down"].in_features for down in downs if down and not is_opaque(down["down"])} or {1}
-    if any(len(found) > 1 for found in (kinds, heads, sizes, inner)):
+    if any(len(found) > 1 for found in (kinds, heads, sizes, inner, ranks)):
         raise NotReadable("its layers differ in more than their weights")
     (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
+    rank = ranks.pop()
     return {
         "intermediate": inner.pop(),
         "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
+        "kv_heads": 1 if rank else config.num_key_value_heads,
         "head_dim": head_dim,
+        "latent": rank,
         "rotary_dim": 2 * sizes.pop(),
         "scale": scale,
         "activation": activation,
         "residual_scale": residual_scale,
         "is_parallel": is_parallel,
     }
+
+
+def _head_dim(attention: Any) -> int:
+    """The size of a key. Of latents it is what a cache holds."""
+    if latent.is_latent(attention):
+        return int(attention.kv_lora_rank + attention.qk_rope_head_dim)
+    return int(attention.head_dim)
 
 
 def _activation(mlp: Any) -> str:
@@ -287,6 +302,9 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
             weights[f"{name}_bias"] = bias
     if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
+    if latent.is_latent(attn):
+        in_pairs = bool(getattr(attn.config, "rope_interleave", False))
+        weights |= {"latent": latent.latent_of(attn, matrix_of, in_pairs=in_pairs), "q": None, "q_bias": None}
     if attn is None:
         weights["recurrent"] = _recurrent(layer)
     elif family.gates_attention:
@@ -336,7 +354,8 @@ def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
 
 
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
-    """Bytes that the packed copies of matrices in blocks take, and those of transposed experts. Other matrices are read where they lie."""
+    """Bytes that the packed copies of matrices in blocks take, and those of transposed experts. Copies of an attention with latents are not
+    counted. Other matrices are read where they lie."""
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     modules = [module for _, module in parts.named_modules()]
     return sum(m.blocks.nbytes for m in modules if isinstance(m, QuantizedLinear)) + sum(

@@ -19,6 +19,7 @@ NUMBERS = (
     "routed_scaling_factor",
     "num_group",
     "topk_group",
+    "topk_method",
     "router_jitter_noise",
     "limit",
     "alpha",
@@ -45,6 +46,12 @@ def by_sigmoids(router: Any) -> Routing:
     return Routing(
         router.top_k, "sigmoid", router.norm_topk_prob, number, router.num_group, router.topk_group, group_best=2
     )
+
+
+def by_softmax_of_groups(router: Any) -> Routing:
+    """DeepSeek-V2's: shares of a softmax, of the groups whose best experts have the largest ones; as they are, times a factor."""
+    groups, chosen = (router.num_group, router.topk_group) if router.topk_method == "group_limited_greedy" else (1, 1)
+    return Routing(router.top_k, "softmax", False, router.routed_scaling_factor, groups, chosen)
 
 
 def sparse_mixer(router: Any) -> Routing:

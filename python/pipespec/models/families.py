@@ -18,12 +18,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import compat, experts, recurrent
+from pipespec.models import compat, experts, latent, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import has_dropout, has_hooks, has_own_forward
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear, StackedLinear
+from pipespec.models.properties import changing_buffers, has_dropout, has_hooks, has_own_forward
+from pipespec.models.quantized import (
+    Int8Linear,
+    JoinedLinear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    StackedLinear,
+)
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
 from pipespec_kernels.tiles import BAND
@@ -31,7 +38,7 @@ from pipespec_kernels.tiles import BAND
 DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
-_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear))
+_FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear, JoinedLinear))
 _FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
 """Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
 
@@ -41,13 +48,13 @@ _OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
     "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", *_OF_CONFIGURATION,
-    *experts.NUMBERS, *recurrent.NUMBERS,
+    "residual_scale", *experts.NUMBERS, *latent.NUMBERS, *recurrent.NUMBERS,
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
     "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
-    "TextRotaryEmbedding", "TextScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
+    "TextRotaryEmbedding", "TextScaledWordEmbedding", "ScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
 
@@ -195,7 +202,7 @@ FAMILIES = {
             "granitemoe", "GraniteMoe", routing=experts.softmax,
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
-        Family("deepseek_v3"),
+        Family("deepseek_v3", "DeepseekV3", routing=experts.by_sigmoids),
         Family("dots1", "Dots1", routing=experts.by_sigmoids),
         Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=experts.softmax, gates_attention=True),
         Family("qwen3_5_text", "Qwen3_5", source="qwen3_5", norm_offset=1.0, gates_attention=True),
@@ -207,8 +214,8 @@ FAMILIES = {
             "lfm2", "Lfm2", in_stages=False, norms={"input_norm": "operator_norm", "post_norm": "ffn_norm"},
             matrices={"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"}, activation="silu",
         ),
-        Family("deepseek_v2", in_stages=False),
-        Family("minicpm3", in_stages=False),
+        Family("deepseek_v2", "DeepseekV2", in_stages=False, rotates_pairs=True, routing=experts.by_softmax_of_groups),
+        Family("minicpm3", "MiniCPM3", in_stages=False, numbers={"logit_divisor": lambda c: c.logits_scaling}),
     )
 }  # fmt: skip
 """The families, by their ``model_type``: the one list of them. A model of another type is checked on a copy on the meta device."""
@@ -324,7 +331,8 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
             # Inference tensors have no version.
             has_version = packed and not parameter.is_inference()
             seen.append((*_place(parameter), parameter._version if has_version else 0))
-        seen += [_place(buffer) for buffer in module._buffers.values() if buffer is not None]
+        changing = changing_buffers(module)
+        seen += [_place(buffer) for at, buffer in module._buffers.items() if buffer is not None and at not in changing]
         if kind in own or kind is nn.LayerNorm:
             seen += map(vars(module).get, _NUMBERS)
             _check_numbers(module, where, model.config)

@@ -27,11 +27,39 @@ TENSORS = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.router": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
-    "self_attn": "attn_sinks",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
 }
 """The modules of a layer in transformers, and their names in files after ``blk.N.``."""
+
+LEAVES = {
+    "sinks": "attn_sinks.weight",
+    "A_log": "ssm_a",
+    "dt_bias": "ssm_dt.bias",
+    "e_score_correction_bias": "exp_probs_b.bias",
+}
+"""Weights that are not ``weight`` or ``bias`` of a module, and their names in files after ``blk.N.``."""
 
 _AROUND = {
     "post_attention_layernorm": "post_attention_norm",
@@ -51,6 +79,25 @@ _COUNTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
+_ROUTED = {
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+_SCALED = {"expert_weights_scale": "routed_scaling_factor"}
+_GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+"""As llama.cpp chooses where a file names none."""
+_DELTA = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+_AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 
@@ -63,6 +110,7 @@ class Architecture:
         name: in the files.
         model_type: in transformers.
         with_key: only files with this key, under the name of the architecture, and not 0, are of this row.
+        with_value: the key has this value; None: any other than 0.
         tensors: names of modules that are not as in :data:`TENSORS`.
         pairs: the rows of queries and keys lie pair by pair of a rotation.
         norm_offset: what files add to the weights of norms.
@@ -77,12 +125,17 @@ class Architecture:
         every: period of the layers without a window, used if the metadata have no pattern; None: all layers are alike.
         window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
         constants: of the configuration, which llama.cpp's code has and files have not. ``rope.NAME`` is one of ``rope_parameters``.
+        only: keys whose other values describe a model that transformers lacks, with the value that is read.
+        recurrent: type of the layers that have no queries; None: all have attention.
+        has_latents: the attention has latents in place of keys and values.
+        tiled: the heads of values of a gated delta net lie in the order of a repetition of the heads of keys, not by their head of keys.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
     name: str
     model_type: str
     with_key: str | None = None
+    with_value: Any = None
     tensors: Mapping[str, str] = field(default_factory=dict)
     pairs: bool = False
     norm_offset: float = 0.0
@@ -97,11 +150,18 @@ class Architecture:
     every: int | None = None
     window: int | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    recurrent: str | None = None
+    has_latents: bool = False
+    tiled: bool = False
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
         """Whether files of the architecture ``name`` with the metadata ``keys`` are of this row."""
-        return self.name == name and (self.with_key is None or bool(keys.get(f"{name}.{self.with_key}")))
+        if self.name != name or self.with_key is None:
+            return self.name == name
+        found = keys.get(f"{name}.{self.with_key}")
+        return bool(found) if self.with_value is None else found == self.with_value
 
 
 ARCHITECTURES = (
@@ -109,11 +169,23 @@ ARCHITECTURES = (
     Architecture("llama", "mixtral", with_key="expert_count", pairs=True, numbers=_LOCAL, flags={}),
     Architecture("qwen2", "qwen2"),
     Architecture(
-        "qwen2moe", "qwen2_moe", numbers=_COUNTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}, flags={},
+        "qwen2moe", "qwen2_moe", numbers=_COUNTS | _SHARED_SIZE, flags={},
         constants={"norm_topk_prob": False},
     ),
     Architecture("qwen3", "qwen3"),
     Architecture("qwen3moe", "qwen3_moe", numbers=_COUNTS, constants={"norm_topk_prob": True}),
+    Architecture(
+        "qwen3next", "qwen3_next", numbers=_COUNTS | _SHARED_SIZE | _DELTA, flags={}, constants={"norm_topk_prob": True},
+        tensors=_AFTER_ATTENTION, norm_offset=1.0, partial=True, recurrent="linear_attention",
+    ),
+    Architecture(
+        "qwen35", "qwen3_5_text", numbers=_DELTA, flags={}, tensors=_AFTER_ATTENTION, norm_offset=1.0, partial=True,
+        recurrent="linear_attention", tiled=True,
+    ),
+    Architecture(
+        "qwen35moe", "qwen3_5_moe_text", numbers=_COUNTS | _SHARED_SIZE | _DELTA, flags={}, tensors=_AFTER_ATTENTION,
+        norm_offset=1.0, partial=True, recurrent="linear_attention", tiled=True,
+    ),
     Architecture("phi3", "phi3", partial=True, window=0),
     Architecture("gemma", "gemma", norm_offset=1.0),
     Architecture("gemma2", "gemma2", tensors=_AROUND, norm_offset=1.0, options=_CAPS, every=2, window=4096, published=46),
@@ -127,6 +199,19 @@ ARCHITECTURES = (
     ),
     Architecture(
         "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4, window=0
+    ),
+    Architecture(
+        "deepseek2", "deepseek_v2", numbers=_ROUTED, options=_SCALED | _GROUPS, flags={}, has_latents=True,
+        constants=_ONE_GROUP, only={"expert_gating_func": 1},
+    ),
+    Architecture(
+        "deepseek2", "deepseek_v3", with_key="expert_gating_func", with_value=2, numbers=_ROUTED, flags={}, has_latents=True,
+        options=_SCALED | _GROUPS | {"expert_weights_norm": "norm_topk_prob"}, only={"expert_gating_func": 2},
+        constants=_ONE_GROUP | {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
+    ),
+    Architecture(
+        "dots1", "dots1", numbers=_ROUTED, flags={}, options=_SCALED | _GROUPS | {"expert_weights_norm": "norm_topk_prob"},
+        only={"expert_gating_func": 2},
     ),
     Architecture("ernie4_5", "ernie4_5", flags={"attn_output.bias": "use_bias"}),
     Architecture("exaone4", "exaone4", tensors=_AROUND, every=4, window=0),
@@ -154,11 +239,20 @@ ARCHITECTURES = (
     ),
     Architecture(
         "gpt-oss", "gpt_oss", numbers=_LOCAL | {"expert_feed_forward_length": "intermediate_size"}, flags={}, every=2, window=0,
-        tensors={"post_attention_layernorm": "post_attention_norm"}, constants={"rope.truncate": False},
+        tensors=_AFTER_ATTENTION, constants={"rope.truncate": False},
     ),
     Architecture(
         "hunyuan-dense", "hunyuan_v1_dense",
         tensors={"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"},
+    ),
+    Architecture(
+        "lfm2", "lfm2", eps="norm_eps", flags={"shortconv.in_proj.bias": "conv_bias"}, rope_base=1e6, recurrent="conv",
+        numbers={"shortconv.l_cache": "conv_L_cache"}, constants={"block_auto_adjust_ff_dim": False},
+        tensors={
+            "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+            "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+            "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+        },
     ),
     Architecture("mistral3", "mistral", pairs=True, window=0),
     Architecture(
@@ -176,7 +270,7 @@ ARCHITECTURES = (
         "olmo2", "olmo3", with_key="attention.sliding_window", tensors=_AROUND, local_base=0.0, every=4, window=0
     ),
     Architecture(
-        "seed_oss", "seed_oss", tensors={"post_attention_layernorm": "post_attention_norm"},
+        "seed_oss", "seed_oss", tensors=_AFTER_ATTENTION,
         flags={"attn_q.bias": "attention_bias", "attn_output.bias": "attention_out_bias", "ffn_down.bias": "mlp_bias"},
     ),
     Architecture("smollm3", "smollm3", pairs=True),

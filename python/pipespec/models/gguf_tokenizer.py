@@ -71,9 +71,10 @@ def _words(
     return rf"{english}[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?{symbols}+{ends}|{spaces}"
 
 
-def _cased(digits: str, contraction: str = "", ends: str = r"[\r\n/]*") -> str:
-    """The expression of Tekken and GPT-4o: an upper-case letter begins a word."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+def _cased(digits: str, contraction: str = "", ends: str = r"[\r\n/]*", but: str = "") -> str:
+    """The expression of Tekken and GPT-4o: an upper-case letter begins a word. ``but``: letters that are in none."""
+    but = f"&&[^{but}]" if but else ""
+    upper, lower = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]", rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]"
     first = r"[^\r\n\p{L}\p{N}]?"
     return rf"{first}{upper}*{lower}+{contraction}|{first}{upper}+{lower}*{contraction}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_SPACES}"
 
@@ -89,6 +90,7 @@ _GPT = Split((_GPT2,))
 _DIGITS = Split((_DIGIT, _GPT2))
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _GPT_4O = Split((_cased(r"\p{N}{1,3}", rf"{_ENGLISH}?"),))
+_KIMI_K2 = Split((r"\p{Han}+|" + _cased(r"\p{N}{1,3}", rf"{_ENGLISH}?", ends=r"[\r\n]*", but=r"\p{Han}"),))
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f"
@@ -133,6 +135,7 @@ SPLITS: dict[str, Split] = {
     **_named(Split((_cased(_DIGIT),), ignore_merges=True, adds_bos=True), "tekken"),
     **_named(_GPT_4O, "gpt-4o llama4 kanana2 talkie minimax-m2"),
     **_named(replace(_GPT_4O, ignore_merges=True), "granite-embed-multi-97m"),
+    **_named(_KIMI_K2, "kimi-k2"),
     **_named(Split((_POSITIONAL_DIGITS, *_GPT_4O.patterns)), "tiny_aya cohere2moe"),
     **_named(Split(("[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _cased(_DIGIT, rf"{_ENGLISH}?")), ignore_merges=True), "youtu"),
     **_named(Split((_BAILING,)), "bailingmoe bailingmoe2 llada-moe"),
@@ -183,6 +186,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
             raise
         raise ValueError(f"{path}: its tokenizer is damaged ({type(error).__name__}: {error})") from error
     special = {name: token_id(file, key) for name, key in _SPECIAL.items()}
+    fim = [token_id(file, f"fim_{part}") for part in ("pre", "suf", "mid")]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.text("tokenizer.chat_template"),
@@ -190,6 +194,7 @@ def gguf_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         # Files of Gemma 4 were written with a wrong value.
         add_bos_token=kind == "gemma4" or file.flag("tokenizer.ggml.add_bos_token", adds_bos),
         add_eos_token=file.flag("tokenizer.ggml.add_eos_token", False),
+        fim_tokens=None if None in fim else [tokens[i] for i in fim if i is not None],
         **{name: tokens[i] for name, i in special.items() if i is not None},
     )
 

@@ -73,6 +73,7 @@ class CacheLayout(NamedTuple):
         value_dim: Size of a value.
         windows: Per layer, the number of last positions that a column sees, its own included; None: all.
         states: Of the recurrent layers, which have no keys and values; None: there are none.
+        is_latent: Keys and values are two parts of one latent, which a storage keeps one behind the other.
     """
 
     heads: int
@@ -80,6 +81,7 @@ class CacheLayout(NamedTuple):
     value_dim: int
     windows: tuple[int | None, ...]
     states: StateLayout | None = None
+    is_latent: bool = False
 
     @classmethod
     def of(cls, config: Any, kv_heads: int | None = None) -> CacheLayout:
@@ -96,7 +98,8 @@ class CacheLayout(NamedTuple):
         """
         config = text_config(config)
         heads, key_dim, value_dim = _sizes(config)
-        return cls(kv_heads or heads, key_dim, value_dim, _windows(config), _states(config))
+        is_latent = _has_latents(config) and caches_latents(config.model_type)
+        return cls(kv_heads or heads, key_dim, value_dim, _windows(config), _states(config), is_latent)
 
     @property
     def attention(self) -> tuple[int, ...]:
@@ -118,10 +121,14 @@ class CacheLayout(NamedTuple):
         return any(window is not None and window < length for window in self.windows)
 
 
+def _has_latents(config: Any) -> bool:
+    """Whether a model has multi-head latent attention (DeepSeek-V2, section 2.1)."""
+    return bool(getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None))
+
+
 def _sizes(config: Any) -> tuple[int, int, int]:
     """Heads, and sizes of a key and of a value."""
-    if getattr(config, "kv_lora_rank", None) and getattr(config, "qk_rope_head_dim", None):
-        # Multi-head latent attention (DeepSeek-V2, section 2.1).
+    if _has_latents(config):
         if caches_latents(config.model_type):
             return 1, config.kv_lora_rank, config.qk_rope_head_dim
         return config.num_attention_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

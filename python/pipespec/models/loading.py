@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.quantized import with_kv_of
+from pipespec.process.files import require_model
 from pipespec.process.threads import renew_pool
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
             f"a model must be a transformers model or a path, not {type(model).__name__}"
             + (" (wrap: give the underlying transformers model)" if isinstance(model, torch.nn.Module) else "")
         )
+    require_model(model)
     path = Path(model)
     if (file := file_in_blocks(model)) is not None:
-        from pipespec.models.gguf_models import gguf_config
+        from pipespec.models.gguf_config import gguf_config
 
         return gguf_config(file)
     if path.is_dir():
@@ -73,10 +75,6 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
                 f"{path} holds no safetensors weights"
                 + (f" (only {', '.join(unsafe)}, which can run code when loaded); convert them" if unsafe else "")
             )
-    elif not path.is_file() and (path.is_absolute() or str(model).startswith(".") or str(model).count("/") > 1):
-        raise FileNotFoundError(
-            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
-        )
     source, more = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (model, {})
     with readable(model):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **more)
@@ -288,7 +286,7 @@ def file_in_blocks(model: Any) -> GgufFile | None:
     if not is_gguf(model):
         return None
     from pipespec.models.gguf import GgufFile
-    from pipespec.models.gguf_models import architecture_of
+    from pipespec.models.gguf_config import architecture_of
 
     file = GgufFile.open(model)
     return None if architecture_of(file) is None else file

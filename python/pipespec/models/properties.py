@@ -142,18 +142,22 @@ def _changes_no_value(hook: Any) -> bool:
     )
 
 
-def _rotaries(model: PreTrainedModel) -> Iterator[tuple[Any, str, str]]:
-    """The rotary embeddings of a model, as it was made: each with the prefix of its attributes for a type of layers (empty: for all), and the ``rope_type``."""
+def _rotaries(model: PreTrainedModel) -> Iterator[Any]:
+    """The rotary embeddings of a model, as it was made."""
     decoder = getattr(model, model.base_model_prefix, model)
-    for module in decoder._modules.values():
-        kinds = {} if module is None else vars(module).get("rope_type", {})
-        for layer_type, kind in (kinds if isinstance(kinds, dict) else {"": kinds}).items():
-            yield module, f"{layer_type}_" if layer_type else "", str(kind)
+    yield from (module for module in decoder._modules.values() if any(_ropes(module)))
+
+
+def _ropes(rotary: Any) -> Iterator[tuple[str, str]]:
+    """Of a rotary embedding, the prefix of its attributes for each type of layers (empty: for all), and the ``rope_type``."""
+    kinds = {} if rotary is None else vars(rotary).get("rope_type", {})
+    for layer_type, kind in (kinds if isinstance(kinds, dict) else {"": kinds}).items():
+        yield f"{layer_type}_" if layer_type else "", str(kind)
 
 
 def rope_type(model: PreTrainedModel) -> str:
     """The ``rope_type`` of a model, as transformers names it: of several the one that depends on the length of a text; empty if it has none."""
-    kinds = [kind for _, _, kind in _rotaries(model)]
+    kinds = [kind for rotary in _rotaries(model) for _, kind in _ropes(rotary)]
     return next(filter(is_dynamic, kinds), kinds[0] if kinds else "")
 
 
@@ -164,8 +168,14 @@ def is_dynamic(rope_type: object) -> bool:
 
 def rope_changes_at(model: PreTrainedModel) -> int | None:
     """Positions beyond which a model's RoPE depends on the longest position of a forward; None: it never does."""
+    limits = map(rotary_changes_at, _rotaries(model))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def rotary_changes_at(rotary: Any) -> int | None:
+    """:func:`rope_changes_at` of a rotary embedding."""
     limits = []
-    for rotary, prefix, kind in _rotaries(model):
+    for prefix, kind in _ropes(rotary):
         if kind == "longrope":
             # Its forward reads the configuration.
             parameters = rotary.config.rope_parameters
@@ -178,7 +188,13 @@ def rope_changes_at(model: PreTrainedModel) -> int | None:
 
 def reset_rope(model: PreTrainedModel) -> None:
     """Restore the frequencies of a new model, after forwards over longer texts. transformers does so for some texts only, and 5.0 never."""
-    for rotary, prefix, kind in _rotaries(model):
+    for rotary in _rotaries(model):
+        reset_rotary(rotary)
+
+
+def reset_rotary(rotary: Any) -> None:
+    """:func:`reset_rope` of a rotary embedding."""
+    for prefix, kind in _ropes(rotary):
         if "dynamic" not in kind:
             continue
         # 5.0 notes the longest text of models with one kind of layers under None's name.
@@ -192,3 +208,13 @@ def reset_rope(model: PreTrainedModel) -> None:
             place = getattr(rotary, f"{prefix}inv_freq").device
             original = getattr(rotary, f"{prefix}original_inv_freq").to(place)
             rotary.register_buffer(f"{prefix}inv_freq", original, persistent=False)
+
+
+def dynamic_frequencies(rotary: Any) -> list[torch.Tensor]:
+    """The frequencies of a rotary embedding of type dynamic: after :func:`reset_rotary`, those of texts of the original length."""
+    return [getattr(rotary, f"{prefix}inv_freq") for prefix, kind in _ropes(rotary) if "dynamic" in kind]
+
+
+def changing_buffers(module: Any) -> frozenset[str]:
+    """Names of the buffers of a module that its own forwards replace or write: frequencies of dynamic RoPE."""
+    return frozenset(f"{prefix}inv_freq" for prefix, kind in _ropes(module) if is_dynamic(kind))

@@ -26,6 +26,9 @@ from pipespec_kernels.packed import PackedMatrix
 if TYPE_CHECKING:
     from pipespec.models.gguf import GgufFile
 
+FLOATS = "floats"
+"""In place of the weight format of a matrix without blocks."""
+
 INT8 = "int8"
 """As the weight format of a model: its matrices become :class:`Int8Linear`."""
 
@@ -54,6 +57,21 @@ class Blocks:
     heads: int = 0
     scale: float | None = None
     tiled: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a :class:`JoinedLinear` holds its matrix.
+
+    Attributes:
+        parts: of its modules, of :data:`FLOATS` where one has none.
+        outputs: how many have an order of their own; None: they have not.
+        inputs: likewise.
+    """
+
+    parts: tuple[Blocks, ...]
+    outputs: int | None
+    inputs: int | None
 
 
 class _Blocks(nn.Module):
@@ -143,6 +161,7 @@ class StackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
+        self.form = Blocks(FLOATS, *weight.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``."""
@@ -151,6 +170,56 @@ class StackedLinear(nn.Module):
     def rows(self, rows: slice) -> StackedLinear:
         """Some of the outputs."""
         return StackedLinear(self.weight.detach()[rows], None if self.bias is None else self.bias.detach()[rows])
+
+
+class JoinedLinear(nn.Module):
+    """A linear module without a bias whose matrix lies in parts, or in another order.
+
+    Args:
+        parts: linear modules of the same inputs, whose outputs follow one another.
+        outputs: int64: the numbers of these outputs, in the order of the module's; None: the same order.
+        inputs: int64: the numbers of the module's inputs, in the order of the parts'; None: the same order.
+    """
+
+    outputs: torch.Tensor | None
+    inputs: torch.Tensor | None
+
+    def __init__(
+        self, parts: Sequence[nn.Module], outputs: torch.Tensor | None = None, inputs: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.register_buffer("outputs", outputs)
+        self.register_buffer("inputs", inputs)
+
+    @property
+    def form(self) -> Joined:
+        """What a module without weights needs to be built like it."""
+        outputs, inputs = (None if order is None else len(order) for order in (self.outputs, self.inputs))
+        parts: list[Any] = list(self.parts)
+        return Joined(tuple(part.form for part in parts), outputs, inputs)
+
+    @classmethod
+    def empty(cls, form: Joined) -> JoinedLinear:
+        """A module of a form, with memory that is not filled."""
+        parts: list[nn.Module] = []
+        for part in form.parts:
+            if part.format == FLOATS:
+                parts.append(StackedLinear(torch.empty(part.rows, part.columns)))
+                continue
+            data = torch.empty((part.rows, FORMATS[part.format].row_bytes(part.columns)), dtype=torch.uint8)
+            matrix = QuantizedMatrix(FORMATS[part.format], data, (part.rows, part.columns))
+            parts.append(QuantizedLinear(matrix, None, part.heads))
+        orders = (
+            None if count is None else torch.empty(count, dtype=torch.int64) for count in (form.outputs, form.inputs)
+        )
+        return cls(parts, *orders)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
+        x = x if self.inputs is None else x[..., self.inputs]
+        out = torch.cat([part(x) for part in self.parts], -1)
+        return out if self.outputs is None else out[..., self.outputs]
 
 
 class QuantizedExperts(nn.Module):

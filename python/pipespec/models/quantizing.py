@@ -17,7 +17,17 @@ from transformers import PreTrainedModel
 from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
-from pipespec.models.quantized import INT8, Blocks, Int8Linear, QuantizedEmbedding, QuantizedLinear, has_blocks, untie
+from pipespec.models.quantized import (
+    INT8,
+    Blocks,
+    Int8Linear,
+    Joined,
+    JoinedLinear,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    has_blocks,
+    untie,
+)
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, empty_of, on_gpu
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
@@ -107,7 +117,8 @@ def put_in_blocks(model: nn.Module, name: str, head: nn.Module | None) -> None:
     """Replace the linear modules whose rows blocks fill. ``head``: the one that gives the logits."""
 
     def made(at: str, linear: nn.Linear) -> nn.Module:
-        if linear.in_features % _SMALLEST:
+        # What makes keys and values of latents is applied to queries and outputs, as floats.
+        if linear.in_features % _SMALLEST or at.endswith("kv_b_proj"):
             return linear
         is_end = head is not None and model.get_submodule(at) is head
         matrix = _quantized(linear.weight, name, at, is_end=is_end)
@@ -138,20 +149,30 @@ def _quantized(weight: torch.Tensor, name: str, at: str, *, is_end: bool) -> Qua
         raise ValueError(f"{at}: {error}") from error
 
 
-def described(model: PreTrainedModel) -> dict[str, tuple[Blocks, bool]]:
+_HELD = (Int8Linear, QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding, JoinedLinear)
+"""Modules that are made again from their ``form``."""
+
+
+def described(model: PreTrainedModel) -> dict[str, tuple[Blocks | Joined, bool]]:
     """By the names of its modules in int8 or in blocks: how they hold their matrices, and whether they have a bias."""
     return {
         name: (module.form, getattr(module, "bias", None) is not None)
         for name, module in model.named_modules()
-        if isinstance(module, (Int8Linear, QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding))
+        # Joined matrices are described by the module around them.
+        if isinstance(module, _HELD) and ".parts." not in name
     }
 
 
-def skeleton(kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Blocks, bool]]) -> PreTrainedModel:
+def skeleton(
+    kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Blocks | Joined, bool]]
+) -> PreTrainedModel:
     """A model on the meta device, whose matrices are as :func:`described`."""
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
         for name, (form, has_bias) in blocks.items():
+            if isinstance(form, Joined):
+                model.set_submodule(name, JoinedLinear.empty(form))
+                continue
             bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
             if form.format == INT8:
                 weight = torch.empty((form.rows, form.columns), dtype=torch.int8)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pipespec.models.quantized import JoinedLinear
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.recurrent import Recurrent
 from pipespec_kernels.rows import OrderedRows, in_order
@@ -29,7 +30,12 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Any]) -> Recurrent | None:
         return None
     key_heads, heads, key_dim, value_dim = own.num_k_heads, own.num_v_heads, own.head_k_dim, own.head_v_dim
     group = heads // key_heads
-    if hasattr(own, "in_proj_qkvz"):
+    if isinstance(getattr(own, "in_proj_qkvz", None), JoinedLinear):
+        # Their outputs go head by head in the model, and not in these matrices.
+        inputs, gates = map(matrix, own.in_proj_qkvz.parts)
+        rest = matrix(own.in_proj_ba)
+        beta, decay = (_rows(rest, order) for order in _by_head(rest, (group, group)))
+    elif hasattr(own, "in_proj_qkvz"):
         # Head by head: query, key, the values and gates of its group; the betas and decays of that.
         whole, rest = matrix(own.in_proj_qkvz), matrix(own.in_proj_ba)
         *mixed, z = _by_head(whole, (key_dim, key_dim, group * value_dim, group * value_dim))
@@ -37,10 +43,10 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Any]) -> Recurrent | None:
         beta, decay = (_rows(rest, order) for order in _by_head(rest, (group, group)))
     else:
         inputs, gates, beta, decay = (matrix(getattr(own, f"in_proj_{name}")) for name in ("qkv", "z", "b", "a"))
-    bias = own.conv1d.bias
+    bias, is_tiled = own.conv1d.bias, isinstance(own.out_proj, JoinedLinear)
     return Recurrent(
         inputs,
-        matrix(own.out_proj),
+        matrix(own.out_proj.parts[0] if is_tiled else own.out_proj),
         own.conv1d.weight.detach()[:, 0],
         (key_heads, heads, key_dim, value_dim),
         gates,
@@ -50,6 +56,7 @@ def recurrent_of(layer: Any, matrix: Callable[[Any], Any]) -> Recurrent | None:
         own.dt_bias.detach(),
         own.norm.weight.detach(),
         kernel_bias=None if bias is None else bias.detach(),
+        is_tiled=is_tiled,
     )
 
 

@@ -18,7 +18,14 @@ from transformers import PreTrainedModel
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec.models.quantized import Blocks, Int8Linear, QuantizedEmbedding, QuantizedExperts, QuantizedLinear
+from pipespec.models.quantized import (
+    Blocks,
+    Int8Linear,
+    JoinedLinear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+)
 from pipespec_kernels import ops
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
 from pipespec_kernels.products import MAX_ROWS
@@ -168,8 +175,13 @@ def put_in_tiles(
         Bytes of the matrices that have no tiles, before and after.
 
     Raises:
-        ValueError: it has experts in blocks.
+        ValueError: it has experts in blocks, or matrices that are joined.
     """
+    if any(isinstance(module, JoinedLinear) for module in parts.modules()):
+        raise ValueError(
+            f"gated delta nets whose heads lie in another order in their file run on the CPU only, not on {device}: leave out device=, or load the model's own "
+            "checkpoint there"
+        )
     if any(isinstance(module, QuantizedExperts) for module in parts.modules()):
         raise ValueError(
             f"experts in blocks are multiplied on the CPU only, not on {device}: leave out device=, or load the model's own checkpoint there"

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -57,6 +57,42 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
         raise ValueError(
             f"{source}: its tokenizer.json is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again"
         ) from error
+
+
+_FIM_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM-4
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
+)
+
+
+_FIM_ENDS = (
+    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+    "\u2581<EOT>",
+)
+
+
+class FimTokens(NamedTuple):
+    """Ids of the tokens for fill-in-the-middle: those before the text before the gap, before the text after it, and before what fills it; ``ends`` end that."""
+
+    before: int
+    after: int
+    middle: int
+    ends: tuple[int, ...]
+
+
+def fim_tokens(tokenizer: Any) -> FimTokens | None:
+    """The tokens that a GGUF file names, or those with the names of a published tokenizer; None: there are none."""
+    vocabulary = tokenizer.get_vocab()
+    for names in (tokenizer.init_kwargs.get("fim_tokens") or (), *_FIM_TOKENS):
+        if names and all(name in vocabulary for name in names):
+            ends = tuple(vocabulary[name] for name in _FIM_ENDS if name in vocabulary)
+            before, after, middle = (vocabulary[name] for name in names)
+            return FimTokens(before, after, middle, ends)
+    return None
 
 
 class ByteTokenizer:

@@ -1,4 +1,4 @@
-"""Files that are written atomically: a file that exists is complete."""
+"""Files that are written atomically, so that one that exists is complete, and paths of models. Without torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import os
 import shutil
 import threading
 from pathlib import Path
+
+
+def require_model(model: str | Path) -> None:
+    """Raise ``FileNotFoundError`` if ``model`` is a path, and not a hub name, and nothing is there."""
+    path, text = Path(model), str(model)
+    if path.exists():
+        return
+    if path.suffix.lower() == ".gguf":
+        raise FileNotFoundError(f"there is no file {model}")
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+        raise FileNotFoundError(
+            f"there is no folder {model}: a model is a folder with config.json and safetensors, or a hub name"
+        )
 
 
 def replace(path: Path, text: str) -> None:

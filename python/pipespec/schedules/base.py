@@ -175,6 +175,11 @@ class Decoder(ABC):
         return 0
 
     @property
+    def plain_step_seconds(self) -> float | None:
+        """Time of a step of the target without draft tokens, as measured; None where it is not."""
+        return None
+
+    @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
         """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
         return {}

@@ -35,7 +35,10 @@ class ControlledDriver(LockstepDriver):
         sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
         read = [step_bytes(models[-1], columns) for columns in range(1, MAX_DRAFT_TOKENS + 2)]
         relative_cost = sizes / read[0] if drafts else None
-        self.controller = Controller(relative_cost, lambda n: read[min(n, len(read)) - 1] / read[0] - 1)
+        self._at_once = len(drafts) == 1 and drafts[0].drafts_at_once
+        self.controller = Controller(
+            relative_cost, lambda n: read[min(n, len(read)) - 1] / read[0] - 1, at_once=self._at_once
+        )
 
     def begin(self, request: GenerationRequest) -> None:
         super().begin(request)
@@ -53,6 +56,10 @@ class ControlledDriver(LockstepDriver):
     def _generate(self, request: GenerationRequest) -> None:
         super()._generate(request)
         self.remarks += tuple(self.controller.summary())
+
+    @property
+    def plain_step_seconds(self) -> float | None:
+        return self.controller.target.seconds(1)
 
     def advance(self) -> Action:
         """Let the chosen draft propose its tokens, then take one step of the target."""
@@ -84,8 +91,11 @@ class ControlledDriver(LockstepDriver):
 
     def _draft(self, choice: Choice) -> None:
         if choice.source == "model":
+            reads_prompt, began = self._stages[-2].is_deferred, time.perf_counter()
             while self._draft_step(choice.tokens) == Action.STEP:
                 pass
+            if self._at_once and not reads_prompt:
+                self.controller.note_draft(1, time.perf_counter() - began)
             if self._inline is not None:
                 self._inline.relay(choice.tokens)
         elif choice.source:
@@ -101,7 +111,7 @@ class ControlledDriver(LockstepDriver):
             seconds = time.perf_counter() - began
             if reads_prompt:
                 self.controller.note_reading(seconds)
-            else:
+            elif not self._at_once:
                 self.controller.note_draft(stage.port.columns, seconds)
             if stage.agreement[1]:
                 self.controller.rates["model"].note_agreement(*stage.agreement)

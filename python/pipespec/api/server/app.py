@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -34,6 +35,7 @@ from pipespec.process.threads import Lock
 from pipespec_kernels import __version__
 
 Handler = Callable[[Request], Awaitable[Response]]
+_T = TypeVar("_T")
 
 _EXCHANGES: dict[str, Callable[[Model, Fields], Exchange]] = {
     "/v1/chat/completions": ChatExchange,
@@ -50,6 +52,9 @@ _CLIENT_GONE = 499
 
 _BODY_S = 60
 """Seconds in which a request's body must come."""
+
+_LARGE = 1 << 18
+"""Bytes of a body after which freed memory goes back to the system."""
 
 _BODIES = 256 << 20
 """Bytes of all bodies that are incomplete."""
@@ -101,11 +106,17 @@ class Service:
     def exchange(self, kind: Callable[[Model, Fields], Exchange]) -> Handler:
         """The handler of one API."""
 
+        def make(body: Fields) -> Exchange:
+            made = kind(self.model, body)
+            for name in body.unread:
+                self._tell(name)
+            return made
+
         async def handle(request: Request) -> Response:
             raw = await self._read(request)
             job = self.jobs.enter()
             try:
-                exchange = await asyncio.to_thread(self._exchange, kind, raw)
+                exchange = await asyncio.to_thread(self._made, make, raw)
                 job.check()
             except BaseException:
                 self.jobs.leave(job)
@@ -124,16 +135,15 @@ class Service:
 
         return handle
 
-    def _exchange(self, kind: Callable[[Model, Fields], Exchange], raw: bytes) -> Exchange:
-        body = self._parsed(raw)
-        made = kind(self.model, body)
-        for name in body.unread:
-            self._tell(name)
-        return made
-
-    def _parsed(self, raw: bytes) -> Fields:
-        with self._parsing:
-            return parsed_body(raw)
+    def _made(self, make: Callable[[Fields], _T], raw: bytes) -> _T:
+        """What ``make`` makes of a request's body."""
+        try:
+            with self._parsing:
+                body = parsed_body(raw)
+            return make(body)
+        finally:
+            if len(raw) > _LARGE:
+                _give_back_memory()
 
     def _tell(self, name: str) -> None:
         """Say once of a field that it has no effect."""
@@ -177,7 +187,7 @@ class Service:
             raw = await self._read(request)
             job = self.jobs.enter()
             try:
-                return JSONResponse(await asyncio.to_thread(lambda: make(self._parsed(raw))))
+                return JSONResponse(await asyncio.to_thread(self._made, make, raw))
             finally:
                 self.jobs.leave(job)
 
@@ -233,6 +243,13 @@ _HARMLESS = {
 """Fields that say nothing about the text."""
 
 _MOST_TOLD = 64
+
+
+def _give_back_memory() -> None:
+    """Give freed memory back to the system. The GNU C library would keep it, and each thread has an area of its own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 async def _stop_when_gone(request: Request, job: Job) -> None:

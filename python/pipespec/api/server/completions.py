@@ -7,6 +7,7 @@ from typing import Any
 
 from pipespec.api.server.chat import DONE, line
 from pipespec.api.server.conversations import Model, new_id, now, usage_of
+from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.grammars import wanted_format
@@ -23,8 +24,15 @@ class CompletionExchange:
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
         echoes = body.flag("echo", False)
-        sampling = sampling_of(body, model.ends, model.prompts.vocabulary, 0 if echoes else 1)
-        prompts = model.prompts.of_prompt(body.required("prompt", "a string or token ids"))
+        given, suffix = body.required("prompt", "a string or token ids"), body.text("suffix", "")
+        ends = model.ends
+        if suffix and echoes:
+            raise RequestError("echo and suffix: the answer is the text between both; leave echo out", "echo")
+        if suffix:
+            prompts, ends = model.prompts.around_gap(given, suffix), [*ends, *model.prompts.fim.ends]
+        else:
+            prompts = model.prompts.of_prompt(given)
+        sampling = sampling_of(body, ends, model.prompts.vocabulary, 0 if echoes else 1)
         wanted = wanted_format(body)
         grammar = None if wanted is None else model.grammars.compile(*wanted)
         logprobs = logprobs_of(body, is_chat=False)

@@ -111,6 +111,8 @@ def ask_of_chat(
     model: Model, body: Fields, messages: list[dict[str, Any]], tools: Tools, sampling: Sampling, logprobs: int | None
 ) -> Ask:
     """What a conversation asks for."""
+    if "suffix" in body:
+        raise RequestError("suffix is not supported in chats: /v1/completions has it", "suffix")
     prompts = model.prompts
     text = prompts.of_chat(messages, tools.tools, _template_options(prompts.tokenizer, body))
     ids = prompts.of_text(text, "messages", is_whole=True)

@@ -104,7 +104,7 @@ class Fields:
     def number(self, field: str, low: float, high: float | None = None) -> float | None:
         """A finite number from ``low`` to ``high``; None where there is none."""
         value = self._typed(field, "a number", is_number, None)
-        return None if value is None else self._ranged(field, value, low, high)
+        return None if value is None else float(self._ranged(field, value, low, high))
 
     def _ranged(self, field: str, value: Any, low: float, high: float | None) -> Any:
         if value < low or (high is not None and value > high):
@@ -153,17 +153,23 @@ def parsed_body(raw: bytes) -> Fields:
         raise RequestError(f"the request's body is not UTF-8: {error.reason} at byte {error.start}") from error
     try:
         values = json.loads(text, parse_constant=refuse_constant)
-        if "\\ud" in text or "\\uD" in text:
-            json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            "the request's body has half of a surrogate pair, which no text has: send whole characters"
-        ) from error
+        if ("\\ud" in text or "\\uD" in text) and isinstance(values, dict):
+            for name, value in values.items():
+                _check_characters(name, value)
     except RecursionError as error:
         raise RequestError("the request's body is nested too deeply") from error
     except ValueError as error:
         raise RequestError(f"the request's body is no JSON: {error}") from error
     return Fields(values)
+
+
+def _check_characters(name: str, value: Any) -> None:
+    """Refuse a field with half of a surrogate pair, which UTF-8 does not have."""
+    try:
+        json.dumps([name, value], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        shown = name.encode(errors="replace").decode()
+        raise RequestError(f"{shown} has half of a surrogate pair, which no text has: send whole characters", shown) from error  # fmt: skip
 
 
 def refuse_constant(text: str) -> Any:

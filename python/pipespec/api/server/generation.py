@@ -20,7 +20,6 @@ from pipespec.api.server.sampling import Sampling, shortened
 from pipespec.api.server.scoring import Likelihoods, likelihoods_of, prompt_likelihoods
 from pipespec.api.text import TextStream
 from pipespec.errors import DoesNotFit
-from pipespec.models.properties import end_tokens
 from pipespec.process.progress import reading_noted
 
 CHUNK = 128
@@ -117,7 +116,6 @@ class Generation:
 
     def __init__(self, pipe: Any, prompts: Prompts, metrics: ServerMetrics, turns: Turns) -> None:
         self._pipe, self._prompts, self._metrics, self._turns = pipe, prompts, metrics, turns
-        self._ends = set(end_tokens(pipe.target))
 
     def run(self, job: Job, ask: Ask) -> None:
         """Generate all texts of a request, one after the other, and post their events."""
@@ -133,7 +131,7 @@ class Generation:
         prompt = ask.prompts[index // ask.sampling.choices]
         limit = self._prompts.limit
         sampling = shortened(ask.sampling, None if limit is None else limit - len(prompt))
-        writer = _Writer(job, turn, index, ask.parser(), self._prompts.shown, sampling, self._ends)
+        writer = _Writer(job, turn, index, ask.parser(), self._prompts.shown, sampling)
 
         def pause(done: int, total: int, is_target: bool) -> None:
             if is_target:
@@ -156,7 +154,7 @@ class Generation:
         if sampling.stops:
             options = options | {"stopping_criteria": [writer.has_stopped]}
         ids = torch.tensor([prompt], dtype=torch.long, device=self._pipe.target.device)
-        with reading_noted(pause), _errors_told(writer):
+        with reading_noted(pause), _errors_told(writer, sampling.source):
             output = self._pipe.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
@@ -177,8 +175,8 @@ class Generation:
 
 
 @contextmanager
-def _errors_told(writer: _Writer) -> Iterator[None]:
-    """What a call raises, as the error of a request: the request's own fault only before the prompt is read."""
+def _errors_told(writer: _Writer, source: str | None) -> Iterator[None]:
+    """What a call raises, as the error of a request: the request's own fault, in the field ``source``, only before the prompt is read."""
     try:
         yield
     except (DoesNotFit, MemoryError) as error:
@@ -186,7 +184,7 @@ def _errors_told(writer: _Writer) -> Iterator[None]:
     except _INPUT_ERRORS as error:
         if writer.has_begun:
             raise
-        raise RequestError(str(error)) from error
+        raise RequestError(f"{source}: {error}" if source else str(error), source) from error
 
 
 class _Writer:
@@ -202,10 +200,9 @@ class _Writer:
         parser: AnswerParser,
         shown: Callable[[Sequence[int]], str],
         sampling: Sampling,
-        ends: set[int],
     ) -> None:
         self._job, self._turn, self._index, self._parser, self._shown = job, turn, index, parser, shown
-        self._stops, self._ends = StopStrings(sampling.stops), ends | set(sampling.ends)
+        self._stops, self._ends = StopStrings(sampling.stops), set(sampling.ends)
         self._stop_strings = sampling.stops
         # As many tokens as a stop string can have, and the one before.
         self._tail = max((len(stop.encode()) for stop in sampling.stops), default=0) + 1

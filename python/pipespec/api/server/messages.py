@@ -151,7 +151,10 @@ def _ask(model: Model, body: Fields) -> Ask:
     given = {name: value for name in _PASSED_ON if (value := body.any(name)) is not None}
     given["stop"] = body.strings("stop_sequences")
     thinking = body.object("thinking").text("type", None)
-    options = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
+    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking != "disabled"}
+    # The second is the name that the first had before.
+    if text_format := body.object("output_config").mapping("format") or body.mapping("output_format"):
+        options["response_format"] = text_format
     sampling: Sampling = sampling_of(Fields(given), model.ends, model.prompts.vocabulary)
     several = not choice.flag("disable_parallel_tool_use", False)
     return ask_of_chat(model, Fields(options), messages, Tools(tools, chosen, several=several), sampling, None)

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 from pipespec.api.server.dialects import Dialect, dialect_of
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, wrong
-from pipespec.models.tokenizers import ByteTokenizer, backend_of
+from pipespec.models.tokenizers import ByteTokenizer, FimTokens, backend_of, fim_tokens
 from pipespec.process.threads import Lock
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -132,6 +132,32 @@ class Prompts:
         message = f"the prompt has {count} tokens; the model's limit is {self.limit} with the answer"
         return RequestError(message, name, code="context_length_exceeded")
 
+    @functools.cached_property
+    def fim(self) -> FimTokens:
+        """The tokens for fill-in-the-middle. Raises ``RequestError`` where the tokenizer has none."""
+        if (found := fim_tokens(self.tokenizer)) is None:
+            raise RequestError("suffix: this model's tokenizer has no tokens for fill-in-the-middle: leave suffix out", "suffix")  # fmt: skip
+        return found
+
+    def around_gap(self, value: Any, suffix: str) -> list[list[int]]:
+        """The prompts that ask for the text between ``value``, a string or a list of them, and ``suffix``.
+
+        Raises:
+            RequestError: The tokenizer has no tokens for it, or the texts are too long for the model.
+        """
+        texts = value if isinstance(value, list) else [value]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise wrong("prompt", "a string or a list of strings beside suffix", value)
+        _check_count(texts)
+        fim, begin = self.fim, self._ids("", True)  # BOS, where the model expects it
+        last = self.encoded(suffix, "suffix", adds_special=False)
+        made = []
+        for text in texts:
+            first = self.encoded(text, "prompt", adds_special=False)
+            made.append([*begin, fim.before, *first, fim.after, *last, fim.middle])
+            self.check_length(len(made[-1]), "prompt" if len(first) > len(last) else "suffix")
+        return made
+
     def of_ids(self, ids: list[Any], name: str) -> list[int]:
         """Token ids as a request gives them."""
         if not ids:
@@ -154,8 +180,8 @@ class Prompts:
         if isinstance(value, str):
             return [self.of_text(value)]
         if isinstance(value, list) and value:
-            if isinstance(value[0], (str, list)) and len(value) > MOST_PROMPTS:
-                raise RequestError(f"prompt has {len(value)} texts: give {MOST_PROMPTS} at most", "prompt")
+            if isinstance(value[0], (str, list)):
+                _check_count(value)
             if all(isinstance(item, str) for item in value):
                 return [self.of_text(item, f"prompt[{place}]") for place, item in enumerate(value)]
             if all(isinstance(item, list) for item in value):
@@ -195,6 +221,11 @@ class Prompts:
                 f"messages: the chat template of this model refuses them: {error}", "messages"
             ) from error
         return str(made)
+
+
+def _check_count(texts: Sequence[Any]) -> None:
+    if len(texts) > MOST_PROMPTS:
+        raise RequestError(f"prompt has {len(texts)} texts: give {MOST_PROMPTS} at most", "prompt")
 
 
 def _template_of(tokenizer: Any) -> str | None:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from pipespec.api.server.errors import RequestError
 from pipespec.api.server.fields import Fields, is_number, wrong
+from pipespec_kernels.state import MAX_EOS
 
 DEFAULT_TOKENS = 1024
 """Tokens of an answer whose request gives no limit."""
@@ -21,7 +22,11 @@ MOST_LOGPROBS = 20
 
 MOST_STOPS = 128
 
-_LARGEST_BIAS = 3e38
+_LARGEST_BIAS = 1e30
+"""Divided by the lowest temperature it is still a float32."""
+
+_LOWEST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is drawn, as vLLM does."""
 
 _RANGES = {
     "temperature": (0, 2),
@@ -33,7 +38,6 @@ _RANGES = {
 _UNSUPPORTED = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "suffix": "the model continues a text, and does not fill a gap",
     "audio": "this model writes text only",
     "input_image": "this model reads text only",
 }
@@ -60,9 +64,10 @@ class Sampling:
         options: Arguments of ``generate()``; without lengths.
         most: Tokens of each text.
         stops: Strings before which a text ends.
-        ends: Further tokens that end a text.
+        ends: Tokens that end a text.
         choices: Texts per prompt.
         seed: Of the first one; None: a new one each time.
+        source: The field with options that ``generate()`` may refuse; None: there are none.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +76,7 @@ class Sampling:
     ends: tuple[int, ...] = ()
     choices: int = 1
     seed: int | None = None
+    source: str | None = None
 
     def of_choice(self, choice: int) -> dict[str, Any]:
         """The options of the text of this number, each of which has a seed of its own."""
@@ -83,7 +89,7 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     """Read the fields.
 
     Args:
-        ends: Tokens that end the model's texts.
+        ends: Tokens that end the model's texts by themselves.
         vocabulary: Tokens that it knows.
         fewest: Tokens that a text must be allowed to have.
 
@@ -108,8 +114,10 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
     if (least := body.integer("min_tokens", 0)) is not None:
         options["min_new_tokens"] = least
     stop_tokens = [_token(token, f"stop_token_ids[{place}]", vocabulary) for place, token in enumerate(body.items("stop_token_ids"))]  # fmt: skip
-    if stop_tokens:
-        options["eos_token_id"] = sorted({*ends, *stop_tokens})
+    if ends := sorted({*ends, *stop_tokens}):
+        options["eos_token_id"] = ends
+    if len(ends) > MAX_EOS:
+        raise RequestError(f"stop_token_ids: a text ends at {MAX_EOS} tokens at most, with those of the model, not {len(ends)}", "stop_token_ids")  # fmt: skip
     seed = body.integer("seed", -(2**63), 2**64 - 1)
     limits = [body.integer(name, fewest) for name in ("max_tokens", "max_completion_tokens", "n_predict")]
     stops = tuple(body.strings("stop"))
@@ -117,7 +125,10 @@ def sampling_of(body: Fields, ends: list[int], vocabulary: int, fewest: int = 1)
         raise RequestError(f"stop has {len(stops)} strings: give {MOST_STOPS} at most", "stop")
     limits.append(Fields(further, "generation_config").integer("max_new_tokens", fewest))
     most = min([limit for limit in limits if limit is not None], default=DEFAULT_TOKENS)
-    return Sampling(options, most, stops, tuple(stop_tokens), choices, seed)
+    if least is not None and least > most:
+        raise RequestError(f"min_tokens={least} must be at most {most}, the limit of the text (max_tokens)", "min_tokens")  # fmt: skip
+    source = "generation_config" if further else None
+    return Sampling(options, most, stops, tuple(ends), choices, seed, source)
 
 
 def _choosing(body: Fields) -> dict[str, Any]:
@@ -132,8 +143,8 @@ def _choosing(body: Fields) -> dict[str, Any]:
     if options.get("top_p") == 0:
         options["top_p"] = 1e-9  # the likeliest token
     if (temperature := options.get("temperature")) is not None:
-        options["do_sample"] = temperature > 0
-        if not temperature:
+        options["do_sample"] = is_sampled = temperature >= _LOWEST_TEMPERATURE
+        if not is_sampled:
             for name in ("temperature", "top_p", "top_k", "min_p"):
                 options.pop(name, None)
     return options
@@ -162,7 +173,7 @@ def _biases(body: Fields, vocabulary: int) -> dict[int, float]:
         if bias is False:  # llama.cpp: never
             bias = -math.inf
         elif not is_number(bias) or abs(bias) > _LARGEST_BIAS:
-            raise wrong("logit_bias", "numbers of float32 by token id", bias)
+            raise wrong("logit_bias", f"numbers up to {_LARGEST_BIAS:g} by token id", bias)
         found[_token(token, "logit_bias", vocabulary)] = float(bias)
     return found
 
@@ -177,6 +188,7 @@ def _further(body: Fields) -> dict[str, Any]:
             raise RequestError(f"generation_config is no JSON: {error}", "generation_config") from error
     if given is not None and not isinstance(given, dict):
         raise wrong("generation_config", "a JSON object", given)
+    Fields(given or {}, "generation_config").number("temperature", _LOWEST_TEMPERATURE)
     known = vars(GenerationConfig())
     for name in given or ():
         if name not in known or name in _NOT_FOR_REQUESTS:
@@ -198,4 +210,7 @@ def logprobs_of(body: Fields, *, is_chat: bool) -> int | None:
 
 def shortened(sampling: Sampling, room: int | None) -> Sampling:
     """The same, for a text of ``room`` tokens at most. None: the model has no limit."""
-    return sampling if room is None else replace(sampling, most=min(sampling.most, room))
+    if room is None or room >= sampling.most:
+        return sampling
+    least = {name: min(value, room) for name, value in sampling.options.items() if name == "min_new_tokens"}
+    return replace(sampling, most=room, options=sampling.options | least)

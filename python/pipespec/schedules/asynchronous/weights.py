@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.runtime import runtime_of
 from pipespec.models.adapters import named_tensors
-from pipespec.models.quantized import Blocks
+from pipespec.models.quantized import Blocks, Joined
 from pipespec.models.quantizing import described, skeleton
 from pipespec_kernels.state import SharedMemory
 
@@ -33,7 +33,7 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
-    blocks: dict[str, tuple[Blocks, bool]]
+    blocks: dict[str, tuple[Blocks | Joined, bool]]
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
     size: int

@@ -1,0 +1,126 @@
+"""Reading a prompt and decoding after it, by the prompt's length: pipespec, and transformers with the same weights in bfloat16.
+
+    python -m bench.lengths q15.gguf --peer q15-hf --out lengths.json
+
+The systems take turns, length by length and round by round, and each reads every prompt anew. Tokens come one by one, without drafts. The first token ends the
+reading; the decoding is measured from it to the last one. The prompts are the words of a file (default: docs/calls.md), repeated as often as they are needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.machine import describe, provenance
+
+Generate = Callable[..., Any]
+LENGTHS = (64, 512, 2048, 4096)
+
+
+class Stamps:
+    """A streamer: the times of the tokens after the prompt."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._has_prompt = False
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.times += [time.perf_counter()] * tokens.numel()
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def measure(generate: Generate, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
+    """Tokens per second of one call: of its prompt ``[1, S]``, and of the ``tokens`` that it generates after the first one."""
+    stamps, begin = Stamps(), time.perf_counter()
+    with torch.inference_mode():
+        generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens + 1,
+            eos_token_id=None,
+            do_sample=False,
+            streamer=stamps,
+        )
+    return prompt.shape[1] / (stamps.times[0] - begin), tokens / (stamps.times[-1] - stamps.times[0])
+
+
+def compare(
+    systems: dict[str, Generate], words: torch.Tensor, lengths: Sequence[int], tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row per system and length, with the speeds of all rounds. ``words``: int64 ids ``[n]``. Each system runs once before, and is not measured then."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for generate in systems.values():
+        measure(generate, words[None, : min(lengths)], tokens)
+    for _ in range(rounds):
+        for length in lengths:
+            prompt = words.repeat(-(-length // len(words)))[None, :length]
+            for name, generate in systems.items():
+                row = rows.setdefault((name, length), {"system": name, "length": length, "prompt": [], "decoding": []})
+                read, decoded = measure(generate, prompt, tokens)
+                row["prompt"].append(read)
+                row["decoding"].append(decoded)
+                print(f"{name:14} {length:6} tokens: prompt {read:8.1f}/s, decoding {decoded:6.1f}/s", flush=True)
+    return list(rows.values())
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: medians, and the decoding as a share of that after the shortest prompt."""
+    lines = [
+        "| system | prompt, tokens | prompt, tokens/s | decoding, tokens/s | of the shortest |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    first: dict[str, float] = {}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        read, decoded = statistics.median(row["prompt"]), statistics.median(row["decoding"])
+        share = decoded / first.setdefault(row["system"], decoded)
+        lines.append(f"| {row['system']} | {row['length']:,} | {read:.0f} | {decoded:.1f} | {share:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path, help="a GGUF file, or a folder with config.json, which runs in bfloat16")
+    parser.add_argument("--peer", type=Path, help="a folder that transformers runs in bfloat16")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
+    parser.add_argument("--tokens", type=int, default=16, help="to decode after each prompt")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs" / "calls.md")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
+    options = parser.parse_args()
+    from transformers import AutoModelForCausalLM
+
+    from pipespec import Pipeline
+    from pipespec.models.tokenizers import load_tokenizer
+
+    # A prompt that is kept would not be read again.
+    dtype = "auto" if options.target.is_file() else torch.bfloat16
+    pipe = Pipeline(options.target, schedule="plain", dtype=dtype, prefix_cache=0)
+    systems: dict[str, Generate] = {"pipespec": pipe.generate}
+    if options.peer is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.peer, dtype=torch.bfloat16).eval()
+        systems["transformers"] = model.generate
+    text = options.text.read_text(encoding="utf-8")
+    words = load_tokenizer(options.target)(text, return_tensors="pt", verbose=False).input_ids[0]
+    gc.collect()
+    rows = compare(systems, words, options.lengths, options.tokens, options.rounds)
+    origin = provenance(torch.get_num_threads())
+    print(f"\n{describe(origin)}\n\n{table(rows)}")
+    if options.out is not None:
+        record = {**origin, "target": options.target.name, "rows": rows}
+        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+"""Block drafters: a few layers that draft a block of tokens in one forward over hidden states of the target (DFlash, DSpark).
+
+DFlash (arXiv 2602.06036). With the target's hidden states ``f_p`` of several depths at position ``p``, ``c_p = norm(fc(f_p))``. A block is the newest token
+of the text, the anchor, at position ``n``, and mask tokens after it. In each layer the block's columns ask, and the keys and values are those of ``c_0 .. c_(n-1)``
+and of the block itself, whose columns see each other. The column of position ``p`` gives the logits of token ``p``, so that the anchor's gives none; or those of
+token ``p + 1``, if the drafter samples from the anchor. DSpark adds to them a bias of low rank that depends on the token before, which is known when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipespec.config import WIDTH
+from pipespec.engine.cache import RowCache
+from pipespec.engine.sampling import float32_copy
+from pipespec.engine.target_reader import CONFIG, ReaderConfig, TargetReader, layer_config, read_record, read_weights
+from pipespec.models.description import embedding_scale
+from pipespec.models.families import NotReadable
+from pipespec.models.loading import DAMAGE, fill
+from pipespec.models.properties import weight_bytes
+from pipespec_kernels.decoder import DecoderShape, NativeDecoder
+
+_KINDS = ("dflash", "dspark")
+_BORROWED = "the target's head"
+_MARKOV = ("vanilla", "gated", "rnn")
+_UNUSED = ("verifier_", "confidence_head.", "rotary_emb.", "t2d", "d2t")
+"""Weights that no draft token depends on, the target's own ones, and tables."""
+
+
+def kind_of_block(draft: Any) -> str | None:
+    """``"dflash"`` or ``"dspark"`` for the folder, or the hub name, of a block drafter; None for anything else that a user gave for a draft."""
+    return _kind(read_record(draft) or {})
+
+
+def _kind(record: dict[str, Any]) -> str | None:
+    if "speculators_model_type" in record:
+        kind = record["speculators_model_type"]
+        return kind if kind in _KINDS else None
+    names = " ".join(map(str, record.get("architectures") or [])).lower()
+    return next((kind for kind in reversed(_KINDS) if kind in names), "dflash" if "dflash_config" in record else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(ReaderConfig):
+    """The architecture of a block drafter, and the target that it fits.
+
+    Attributes:
+        size: columns of a block, the anchor's included.
+        mask: id of the mask token.
+        from_anchor: whether the anchor's column drafts, too.
+        causal: per layer, whether a column of the block sees only those before it.
+        windows: per layer, the number of last positions that a column sees, its own included; None: all.
+        markov: the kind of the bias that depends on the token before; empty: there is none.
+        markov_rank: its rank.
+        embedding_scale: of the embeddings' rows.
+        logit_scale: of the logits.
+        softcap: after it, logits ``x`` become ``softcap * tanh(x / softcap)``; 0: they stay.
+    """
+
+    kind = "block drafter"
+
+    size: int
+    mask: int
+    from_anchor: bool
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
+    markov: str = ""
+    markov_rank: int = 0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a block drafts."""
+        return self.size - (not self.from_anchor)
+
+    @classmethod
+    def from_json(cls, record: dict[str, Any], where: str = "the block drafter") -> BlockConfig:
+        """The configuration that the object of a ``config.json`` describes, in any of the formats."""
+        try:
+            return _read(record, where)
+        except (ValueError, *DAMAGE) as error:
+            raise ValueError(f"{where}: its {CONFIG} describes no block drafter that can be read: {error}") from error
+
+
+def _read(record: dict[str, Any], where: str) -> BlockConfig:
+    own = dict(record) | dict(record.get("dflash_config") or {})
+    is_speculators = "speculators_model_type" in record
+    if any("dflash2" in str(name).lower() for name in record.get("architectures") or []) or "selector_rank" in own:
+        raise ValueError("it is of DFlash2, whose convolutions and choice of candidates are not read")
+    if own.get("projector_type") not in (None, *_KINDS):
+        raise ValueError(f"its projector_type is {own['projector_type']!r}; {' and '.join(map(repr, _KINDS))} are read")
+    block = layer_config(record["transformer_layer_config"] if is_speculators else record, "qwen3")
+    # Speculators count hidden states (0: the embedding), the others layers, whose outputs they mean (-1: the embedding).
+    features = own["aux_hidden_state_layer_ids"] if is_speculators else [int(k) + 1 for k in own["target_layer_ids"]]
+    size, mask = int(own.get("block_size", 16)), int(own["mask_token_id"])
+    if size < 2 or not 0 <= mask < block.vocab_size:
+        raise ValueError(f"a block of {size} columns, with the mask token {mask} of {block.vocab_size}")
+    types = getattr(block, "layer_types", None) or ["full_attention"] * block.num_hidden_layers
+    sliding = [kind == "sliding_attention" for kind in types]
+    is_causal = False if own.get("sliding_window_non_causal") else own.get("is_causal")
+    rank = int(own.get("markov_rank") or 0)
+    markov = str(own.get("markov_head_type") or _MARKOV[0]).lower() if rank else ""
+    if rank and markov not in _MARKOV:
+        raise ValueError(f"its markov_head_type is {markov!r}; {', '.join(map(repr, _MARKOV))} are read")
+    return BlockConfig(
+        block=block,
+        draft_vocabulary=int((own.get("draft_vocab_size") if is_speculators else 0) or block.vocab_size),
+        features=tuple(map(int, features)),
+        target_hidden=int(own.get("target_hidden_size") or block.hidden_size),
+        where=where,
+        size=size,
+        mask=mask,
+        from_anchor=_from_anchor(record, own, size),
+        causal=tuple(slides if is_causal is None else bool(is_causal) for slides in sliding),
+        windows=tuple(block.sliding_window if slides else None for slides in sliding),
+        markov=markov,
+        markov_rank=rank,
+        embedding_scale=float(own.get("input_embedding_scale") or 1.0),
+        logit_scale=float(own.get("output_multiplier") or 1.0),
+        softcap=float(own.get("final_logit_softcapping") or 0.0),
+    )
+
+
+def _from_anchor(record: dict[str, Any], own: dict[str, Any], size: int) -> bool:
+    """Whether the anchor's column drafts: as the configuration says; else by the number of tokens that it proposes; else by its kind."""
+    if (said := own.get("sample_from_anchor")) is not None:
+        return bool(said)
+    methods = (record.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    proposed = methods[0].get("speculative_tokens")
+    if proposed in (size - 1, size):
+        return bool(proposed == size)
+    return "dspark" in (_kind(record), own.get("projector_type"))
+
+
+class MarkovHead(nn.Module):
+    """A bias of the logits of low rank, by the token before: ``W2 e`` with its row ``e = W1[token]`` (``"vanilla"``), which a gate of the hidden state and ``e`` may
+    multiply (``"gated"``), or out of a state that has read the columns before, too (``"rnn"``).
+
+    Args:
+        config: of the drafter.
+    """
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank, hidden = config.markov_rank, config.block.hidden_size
+        self.kind = config.markov
+        self.markov_w1 = nn.Embedding(config.block.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocabulary, bias=False)
+        self.gate_proj = nn.Linear(hidden + rank, rank) if self.kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank) if self.kind == "rnn" else None
+
+    def forward(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The bias ``[draft_vocabulary]`` of the last one of some columns of a block, the first one included. ``tokens``: int64 ``[columns]``, the token before each;
+        ``hidden``: ``[columns, H]``, the drafter's last hidden states."""
+        before = self.markov_w1(tokens)
+        if self.gate_proj is not None:
+            bias = before[-1] * self.gate_proj(torch.cat([hidden[-1], before[-1]])).sigmoid()
+        elif self.joint_proj is not None:
+            state = torch.zeros_like(before[0])
+            for row, column in zip(before, hidden, strict=True):
+                gate, candidate, bias = self.joint_proj(torch.cat([state, row, column])).chunk(3)
+                state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+            bias = bias.tanh()
+        else:
+            bias = before[-1]
+        found: torch.Tensor = self.markov_w2(bias)
+        return found
+
+
+class NativeProduct(nn.Module):
+    """A linear module on the CPU that multiplies a few columns by packed weights, and more of them as it did.
+
+    Args:
+        linear: the module, without bias. Its own weights stay.
+
+    Raises:
+        NotReadable: the native product does not take its dtype or shape.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = [linear]  # not a submodule: it may be the target's
+        shape = DecoderShape(linear.in_features, 1, 1, 1, 2, linear.out_features, eps=0.0, scale=1.0)
+        try:
+            self._product = NativeDecoder(shape, (), head=linear.weight.detach())
+        except (ValueError, TypeError) as error:
+            raise NotReadable(str(error)) from error
+
+    def forward(self, columns: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of the columns."""
+        linear = self._linear[0]
+        if columns.numel() > WIDTH * linear.in_features:
+            found: torch.Tensor = linear(columns)
+            return found
+        return (
+            self._product.logits(float32_copy(columns.reshape(1, -1, linear.in_features)))
+            .to(columns.dtype)
+            .view(*columns.shape[:-1], -1)
+        )
+
+
+class BlockDrafter(TargetReader):
+    """A block drafter.
+
+    Args:
+        config: its architecture. Weights are random until they are loaded.
+        has_embedding: whether it has an embedding of its own, and does not use the target's.
+        has_head: likewise for the matrix that gives the logits.
+    """
+
+    def __init__(self, config: BlockConfig, *, has_embedding: bool = False, has_head: bool = False) -> None:
+        super().__init__(config)
+        hidden = self.block.hidden_size
+        self.fc = nn.Linear(config.count * config.target_hidden, hidden, bias=False)
+        self.hidden_norm = type(self.norm)(hidden, eps=self.block.rms_norm_eps)
+        self.embed_tokens = nn.Embedding(config.block.vocab_size, hidden) if has_embedding else None
+        self.lm_head = nn.Linear(hidden, config.draft_vocabulary, bias=False) if has_head else None
+        self.markov_head = MarkovHead(config) if config.markov else None
+
+    @classmethod
+    def load(cls, folder: str | Path, target: PreTrainedModel, dtype: torch.dtype | str = "auto") -> BlockDrafter:
+        """Load a block drafter for a target, on its device, in eval mode. Arguments and errors are those of :meth:`pipespec.engine.head.DraftHead.load`."""
+        config = BlockConfig.load(folder)
+        config.require(target.config)
+        weights = read_weights(folder)
+        named = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
+        drafter = cls(
+            config, has_embedding="embed_tokens.weight" in weights, has_head="lm_head.weight" in weights
+        )  # fmt: skip
+        fill(drafter, named, f"{config.where}: its weights are not those of its {CONFIG}")
+        drafter.choose_tokens(weights.get("d2t"), weights.get("t2d"))
+        drafter.place(target, dtype, weights["fc.weight"].dtype)
+        return drafter
+
+    @property
+    def step_bytes(self) -> int:
+        rows = 0 if self.markov_head is None else weight_bytes(self.markov_head.markov_w1)
+        return super().step_bytes - rows
+
+    def pack(self) -> None:
+        """Use native products for the linear modules, the target's head included. Matrices in blocks have them already. Raises :class:`NotReadable` as
+        :class:`NativeProduct` does, before anything has changed."""
+        modules = dict(self.named_modules())
+        if self.lm_head is None:
+            modules[_BORROWED] = self.head
+        plain = {name: each for name, each in modules.items() if type(each) is nn.Linear and each.bias is None}
+        for name, product in {name: NativeProduct(each) for name, each in plain.items()}.items():
+            if name == _BORROWED:
+                self._borrowed[1] = product
+            else:
+                self.set_submodule(name, product)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        module = self.get_input_embeddings()
+        return self.config.embedding_scale / embedding_scale(module) * module(tokens).to(self.dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., draft_vocabulary]`` of outputs ``[..., H]``, without the bias of :class:`MarkovHead`."""
+        config, logits = self.config, self.head(hidden).to(self.dtype)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        found: torch.Tensor = config.softcap * torch.tanh(logits / config.softcap) if config.softcap else logits
+        return found
+
+    def read(self, features: torch.Tensor, cache: RowCache) -> None:
+        """Append the keys and values of positions, of which all but the last may be padding in a row. Lengths grow by ``q``.
+
+        Args:
+            features: ``[rows, q, count * target_hidden]``, of the target.
+            cache: of this drafter.
+        """
+        states, q = self.hidden_norm(self.fc(features.to(self.dtype))), features.shape[1]
+        rope = self.rotary_emb(states, position_ids=cache.positions(q))
+        begin, stores = cache.open(q)
+        for i, layer in enumerate(self.layers):
+            _store(stores, i, begin, *_keys_and_values(layer.self_attn, states, rope))
+        cache.close()
+
+    def forward(self, anchors: torch.Tensor, cache: RowCache) -> torch.Tensor:
+        """Run a block per row behind what the cache holds, which stays as it is.
+
+        Args:
+            anchors: int64 ``[rows]``, the tokens with which the blocks begin.
+            cache: of this drafter, with room for a block.
+
+        Returns:
+            ``[rows, size, H]``, after the last norm.
+        """
+        size, at = self.config.size, torch.tensor(cache.lengths, device=anchors.device)
+        tokens = anchors.new_full((len(anchors), size), self.config.mask)
+        tokens[:, 0] = anchors
+        hidden, positions = self.embed(tokens), cache.positions(size)
+        rope = self.rotary_emb(hidden, position_ids=positions)
+        begin, stores = cache.open(size)
+        key = torch.arange(max(begin) + size, device=anchors.device)
+        for i, layer in enumerate(self.layers):
+            attention, normed = layer.self_attn, layer.input_layernorm(hidden)
+            keys, values = _store(stores, i, begin, *_keys_and_values(attention, normed, rope))
+            query = _heads(attention, "q", normed, rope)
+            mask = _visible(key, positions, at + size, self.config.causal[i], self.config.windows[i])
+            mixed = F.scaled_dot_product_attention(
+                query,
+                keys.to(query.dtype),
+                values.to(query.dtype),
+                attn_mask=mask[:, None],
+                scale=attention.scaling,
+                enable_gqa=True,
+            )
+            hidden = hidden + attention.o_proj(mixed.transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        cache.close()
+        cache.truncate(begin)
+        found: torch.Tensor = self.norm(hidden)
+        return found
+
+
+def _visible(
+    key: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, causal: bool, window: int | None
+) -> torch.Tensor:
+    """What columns at ``positions [rows, q]`` see of the keys ``key [K]``, of which a row has ``ends [rows]``: bool ``[rows, q, K]``."""
+    apart = positions[:, :, None] - key
+    seen = (key < ends[:, None])[:, None] & (apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool))
+    return seen if window is None else seen & (apart.abs() < window)
+
+
+def _heads(attention: Any, name: str, states: torch.Tensor, rope: Sequence[torch.Tensor] | None) -> torch.Tensor:
+    """Queries, keys or values ``[rows, heads, q, head_dim]`` of ``states [rows, q, H]``; those that are rotated have ``rope``."""
+    heads = getattr(attention, f"{name}_proj")(states).unflatten(-1, (-1, attention.head_dim))
+    norm = getattr(attention, f"{name}_norm", None)
+    found: torch.Tensor = (heads if norm is None else norm(heads)).transpose(1, 2)
+    if rope is None:
+        return found
+    (cos, sin), half = (part[:, None] for part in rope), attention.head_dim // 2
+    return found * cos + torch.cat([-found[..., half:], found[..., :half]], -1) * sin
+
+
+def _keys_and_values(
+    attention: Any, states: torch.Tensor, rope: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _heads(attention, "k", states, rope), _heads(attention, "v", states, None)
+
+
+def _store(
+    stores: Sequence[torch.Tensor], layer: int, begin: Any, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write new keys and values of a layer behind ``begin[r]``. Returns what the cache holds of it. ``stores``: of :meth:`pipespec.engine.cache.RowCache.open`."""
+    held = stores[layer], stores[len(stores) // 2 + layer]
+    for store, new in zip(held, (keys, values), strict=True):
+        for row, at in enumerate(begin):
+            store[row, :, at : at + new.shape[2]] = new[row]
+    return held

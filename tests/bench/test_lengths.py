@@ -1,0 +1,59 @@
+"""bench.lengths: what it feeds and counts, with a system that answers at once."""
+
+import torch
+
+from bench.lengths import Stamps, compare, measure, table
+
+
+class System:
+    """``generate()`` with a streamer, which gets the tokens in blocks of ``width``."""
+
+    def __init__(self, width=1):
+        self.width, self.prompts = width, []
+
+    def __call__(self, *, input_ids, attention_mask, max_new_tokens, eos_token_id, do_sample, streamer):
+        assert attention_mask.shape == input_ids.shape
+        assert eos_token_id is None
+        assert not do_sample
+        self.prompts.append(input_ids)
+        streamer.put(input_ids)
+        for tokens in torch.arange(max_new_tokens).split(self.width):
+            streamer.put(tokens)
+        streamer.end()
+
+
+def test_the_first_token_ends_the_reading():
+    stamps = Stamps()
+    System(width=2)(
+        input_ids=torch.ones(1, 9),
+        attention_mask=torch.ones(1, 9),
+        max_new_tokens=5,
+        eos_token_id=None,
+        do_sample=False,
+        streamer=stamps,
+    )
+    assert len(stamps.times) == 5
+    assert stamps.times == sorted(stamps.times)
+    assert all(speed > 0 for speed in measure(System(), torch.ones(1, 9, dtype=torch.long), 4))
+
+
+def test_each_system_reads_the_same_prompts():
+    words, ours, theirs = torch.arange(10), System(), System()
+    rows = compare({"ours": ours, "theirs": theirs}, words, (4, 25), 3, 2)
+    assert [prompt.shape[1] for prompt in ours.prompts] == [4, 4, 25, 4, 25]
+    assert all(map(torch.equal, ours.prompts, theirs.prompts))
+    assert ours.prompts[2][0].tolist() == [*range(10), *range(10), *range(5)]
+    assert [(row["system"], row["length"], len(row["prompt"])) for row in rows] == [
+        ("ours", 4, 2),
+        ("theirs", 4, 2),
+        ("ours", 25, 2),
+        ("theirs", 25, 2),
+    ]
+
+
+def test_decoding_is_a_share_of_that_after_the_shortest_prompt():
+    rows = [
+        {"system": "ours", "length": 4096, "prompt": [100.0], "decoding": [8.0, 9.0, 10.0]},
+        {"system": "ours", "length": 64, "prompt": [90.0], "decoding": [10.0]},
+    ]
+    assert table(rows).splitlines()[2:] == ["| ours | 64 | 90 | 10.0 | 1.00 |", "| ours | 4,096 | 100 | 9.0 | 0.90 |"]
