@@ -1,8 +1,8 @@
 """The forward of decoders on the CPU, one native call per step, from a description of their layers.
 
-:class:`NativeDecoder` copies a model's matrices into panels that a forward reads front to back: in the blocks of their format where they are
-quantised, as bfloat16 where that changes no weight, as int8 where they are given in int8, else as float32. Arithmetic is float32, whatever the dtypes
-of weights and cache; products with quantised matrices are those of :mod:`pipespec_kernels.packed`.
+:class:`NativeDecoder` reads a model's matrices where they lie: bfloat16, float32 or int8. It copies those that are quantised, into panels that a forward
+reads front to back, and where there is room float32 ones whose values are all bfloat16's, as such. Arithmetic is float32, whatever the dtypes of weights
+and cache; products with quantised matrices are those of :mod:`pipespec_kernels.packed`.
 
 Every number is computed by one sequence of operations. It depends neither on the other rows and columns of the call nor on the
 number of threads, so one forward of ``q`` columns gives the same bits as ``q`` forwards of one column. Only other instructions
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
-from pipespec_kernels.decoder_layers import CODES, Addresses, DecoderShape, LayerWeights, check_scales
+from pipespec_kernels.decoder_layers import CODES, Addresses, DecoderShape, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import num_threads
 from pipespec_kernels.recurrent import States, StateSizes
 
-__all__ = ["DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
+__all__ = ["ANY", "DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
+
+ANY = 1 << 62
+"""Bytes that are more than any memory has."""
 
 _TOKEN_BYTES = {torch.int32: 4, torch.int64: 8}
 
@@ -44,26 +47,29 @@ class Taps(NamedTuple):
 
 
 class NativeDecoder:
-    """A decoder's layers, and where given its embedding, last norm and head, packed for forwards on the CPU.
+    """A decoder's layers, and where given its embedding, last norm and head, for forwards on the CPU.
+
+    It keeps the memory of the tensors that it is given. Their values must not change during a call; those of norms, biases and copied matrices never.
 
     Args:
         shape: Sizes and constants.
-        layers: The weights of each layer. They are copied.
+        layers: The weights of each layer.
         windows: Per layer, the number of last positions that a column sees, its own included; None, or 0, or no sequence: all.
-        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies, and must not change. Of a quantised matrix that is the head, too, only the
+        embedding: ``[V, H]``; may be the head's tensor. It is read where it lies. Of a quantised matrix that is the head, too, only the
             packed copy stays.
         norm: The last norm ``[H]``, in front of ``head``. Only a decoder of a head alone may lack it: a product with one matrix.
         norm_bias: ``[H]``, of a layer norm.
-        head: ``[V, H]``; copied. Either may be quantised.
+        head: ``[V, H]``. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
-        threads: Upper bound while the weights are packed; default ``torch.get_num_threads()``.
+        room: Bytes that copies of float32 matrices as bfloat16 may take. None is made if all would take more.
+        threads: Upper bound while weights are copied; default ``torch.get_num_threads()``.
 
     Attributes:
         shape: As given.
         num_layers: Number of layers.
-        nbytes: Bytes of the packed weights.
-        weight_bits: Of the matrices that are not quantised: 8 in int8, 16 where bfloat16 represents every entry of every one, else 32.
+        nbytes: Bytes of the copies of matrices.
+        weight_bits: As forwards read the matrices that are not quantised, the most of any: 8 in int8, 16 in bfloat16, else 32; 0: there is none.
         logits_dtype: bfloat16 if the head's dtype is, else float32.
 
     Raises:
@@ -83,6 +89,7 @@ class NativeDecoder:
         head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
+        room: int = ANY,
         threads: int | None = None,
     ) -> None:
         shape.check()
@@ -97,7 +104,6 @@ class NativeDecoder:
         biases = [norm_bias, *(bias for layer in layers for bias in (layer.input_norm_bias, layer.post_norm_bias))]
         if shape.norm == "rms" and any(bias is not None for bias in biases):
             raise ValueError("an RMS norm has no bias")
-        check_scales(layers, head, head_scale)
         seen = [index(window or 0) for window in windows or [0] * len(layers)]
         if len(seen) != len(layers) or any(window < 0 for window in seen):
             raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
@@ -107,7 +113,8 @@ class NativeDecoder:
         self._embedding: Tensor | QuantizedMatrix | None = (
             embedding.detach().contiguous() if isinstance(embedding, Tensor) else embedding
         )
-        at, h, v = Addresses(), shape.hidden, shape.vocabulary
+        self._addresses = at = Addresses()
+        h, v = shape.hidden, shape.vocabulary
         sizes = h, shape.heads, shape.latent, shape.rotated
         self._native = _native.Decoder(
             *shape.native(),
@@ -137,6 +144,7 @@ class NativeDecoder:
                 at("head_bias", head_bias, (v,)),
                 at("norm_bias", norm_bias, (h,)),
             ],
+            room,
             num_threads(threads),
         )
         self._recurrent, self._state_sizes = sum(layer.recurrent is not None for layer in layers), _state_sizes(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.latent import Latent
 from pipespec_kernels.packed import format_code
 from pipespec_kernels.recurrent import Recurrent
+from pipespec_kernels.rows import OrderedRows
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3, "quick_gelu": 4}
 _NORMS = {"rms": 0, "layer": 1}
@@ -29,7 +30,6 @@ _LAYER_NORMS = (
     "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
 )  # fmt: skip
 _ATTENTION, _FEED_FORWARD = ("q", "k", "v", "o"), ("up", "down")
-_MATRICES = (*_ATTENTION, "gate", *_FEED_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class LayerWeights:
     """The weights of one layer: float32 or bfloat16 on the CPU, matrices ``[out, in]`` as in ``torch.nn.Linear``.
 
     Matrices may be quantised, each in a format of its own. A matrix with a scale, float32 ``[out]``, is int8; its weights are ``scale[:, None] * matrix``.
-    All matrices of a decoder that are not quantised, its head included, are int8 or none is. Without a ``gate``, the activation is that of ``up``.
+    Without a ``gate``, the activation is that of ``up``.
     With ``experts`` there is none of ``gate``, ``up`` and ``down``, and with what is ``recurrent`` none of ``q``, ``k``, ``v`` and ``o``. A ``latent``
     attention takes the place of ``q``, ``k`` and ``v``, in all layers or in none. What a head gives is
     multiplied by the sigmoids of ``q_gate``'s product, which has the shape of ``q``.
@@ -154,7 +154,7 @@ class LayerWeights:
     """
 
     input_norm: Tensor | None
-    q: Tensor | QuantizedMatrix | None
+    q: Tensor | QuantizedMatrix | OrderedRows | None
     k: Tensor | QuantizedMatrix | None
     v: Tensor | QuantizedMatrix | None
     o: Tensor | QuantizedMatrix | None
@@ -177,7 +177,7 @@ class LayerWeights:
     input_norm_bias: Tensor | None = None
     post_norm_bias: Tensor | None = None
     sinks: Tensor | None = None
-    q_gate: Tensor | QuantizedMatrix | None = None
+    q_gate: Tensor | QuantizedMatrix | OrderedRows | None = None
     q_gate_bias: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
@@ -249,43 +249,43 @@ class LayerWeights:
         return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
 
 
+Address = tuple[int, int, int, int, int]
+"""Of a weight: its address, its type, the addresses of its scales and of the order of its rows, and how many rows there are to choose from."""
+
+
 class Addresses:
-    """Addresses of weights as the native code takes them, and the copies that must lie there until it has packed them."""
+    """Addresses of weights as the native code takes them, and the tensors that lie there: they are read as long as this lives."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
 
     def __call__(
-        self, name: str, weight: Tensor | QuantizedMatrix | None, expected: tuple[int, ...], scale: Tensor | None = None
-    ) -> tuple[int, int, int]:
-        """Address, type, and address of the scales of a weight that must have the shape ``expected``; zeros for None."""
+        self,
+        name: str,
+        weight: Tensor | QuantizedMatrix | OrderedRows | None,
+        expected: tuple[int, ...],
+        scale: Tensor | None = None,
+    ) -> Address:
+        """The address of a weight that must have the shape ``expected``; zeros for None."""
         if weight is None:
-            return 0, 0, 0
+            return 0, 0, 0, 0, 0
         if isinstance(weight, QuantizedMatrix):
             _check_quantized(name, weight, expected, scale)
-            return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0
+            return weight.data.data_ptr(), _native.FIRST_FORMAT + format_code(weight), 0, 0, 0
+        if isinstance(weight, OrderedRows):
+            matrix, stored = weight.matrix, len(weight.matrix)
+            if weight.shape != expected or scale is not None:
+                raise ValueError(f"{name} must be {expected} without a scale, got rows {weight.shape}")
+            _check_weight(name, matrix, (stored, *expected[1:]))
+            return self._hold(matrix), CODES[matrix.dtype], 0, self._hold(weight.order), stored
         _check_weight(name, weight, expected, scale)
         if scale is None:
-            return self._hold(weight), CODES[weight.dtype], 0
-        return self._hold(weight), 0, self._hold(scale)
+            return self._hold(weight), CODES[weight.dtype], 0, 0, 0
+        return self._hold(weight), 0, self._hold(scale), 0, 0
 
     def _hold(self, tensor: Tensor) -> int:
         self._held.append(tensor.detach().contiguous())
         return self._held[-1].data_ptr()
-
-
-def check_scales(
-    layers: Sequence[LayerWeights], head: Tensor | QuantizedMatrix | None, head_scale: Tensor | None
-) -> None:
-    matrices = [(getattr(layer, name), getattr(layer, f"{name}_scale")) for layer in layers for name in _MATRICES]
-    # Those of experts and recurrent parts have no scales.
-    others = [part for layer in layers for part in (layer.experts, layer.recurrent) if part is not None]
-    matrices += [(part.down if isinstance(part, Experts) else part.out, None) for part in others]
-    matrices += [(layer.q_gate, None) for layer in layers]
-    matrices.append((head, head_scale))
-    scaled = {scale is not None for matrix, scale in matrices if isinstance(matrix, Tensor)}
-    if len(scaled) > 1:
-        raise ValueError("all matrices that are not quantised must be int8 with a scale, the head too, or none of them")
 
 
 def _check_quantized(name: str, matrix: QuantizedMatrix, expected: tuple[int, ...], scale: Tensor | None) -> None:

@@ -85,7 +85,7 @@ class Experts:
     shared_router: Tensor | QuantizedMatrix | None = None
     limit: float = 0.0
 
-    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, int, int]]) -> tuple[Any, ...]:
+    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
         routing, count, size = self.routing, self.router.shape[0], self.down.shape[1]
         routing.check(name, count)

@@ -49,7 +49,7 @@ class Latent:
         return self.values.shape[0]
 
     def native(
-        self, name: str, sizes: tuple[int, int, int, int], at: Callable[..., tuple[int, int, int]]
+        self, name: str, sizes: tuple[int, int, int, int], at: Callable[..., tuple[int, ...]]
     ) -> tuple[Any, ...]:
         """What the native code takes.
 

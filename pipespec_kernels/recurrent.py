@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipespec_kernels import _native
 from pipespec_kernels.formats import QuantizedMatrix
+from pipespec_kernels.rows import OrderedRows
 
 __all__ = ["Recurrent", "States"]
 
@@ -51,13 +52,13 @@ class Recurrent:
         is_tiled: The columns of ``out`` go by the place of a head among those of its head of keys, and by the head of keys then.
     """
 
-    inputs: Tensor | QuantizedMatrix
+    inputs: Tensor | QuantizedMatrix | OrderedRows
     out: Tensor | QuantizedMatrix
     kernel: Tensor
     heads: tuple[int, int, int, int] = (0, 0, 0, 0)
-    gates: Tensor | QuantizedMatrix | None = None
-    beta: Tensor | QuantizedMatrix | None = None
-    decay: Tensor | QuantizedMatrix | None = None
+    gates: Tensor | QuantizedMatrix | OrderedRows | None = None
+    beta: Tensor | QuantizedMatrix | OrderedRows | None = None
+    decay: Tensor | QuantizedMatrix | OrderedRows | None = None
     decay_log: Tensor | None = None
     decay_bias: Tensor | None = None
     norm: Tensor | None = None
@@ -71,7 +72,7 @@ class Recurrent:
         """The sizes of the states of a row."""
         return StateSizes(tuple(self.kernel.shape), self.heads[1:])
 
-    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, int, int]]) -> tuple[Any, ...]:
+    def native(self, name: str, hidden: int, at: Callable[..., tuple[int, ...]]) -> tuple[Any, ...]:
         """What the native code takes. ``at``: the address of a weight, by its name and the shape that it must have."""
         (channels, taps), (key_heads, heads, key_dim, value_dim) = self.kernel.shape, self.heads
         values, rows = heads * value_dim, channels if heads else 3 * channels

@@ -8,8 +8,10 @@
 #include <memory>
 #include <optional>
 #include <tuple>
+#include <utility>
 #include <vector>
 
+#include "../cpu/pages.hpp"
 #include "bindings.hpp"
 
 namespace py = pybind11;
@@ -17,17 +19,16 @@ namespace py = pybind11;
 namespace pipespec {
 namespace {
 
-// Address, dtype, and address of the scales; address 0: there are none. Of a matrix in blocks the
-// dtype is kFirstFormat plus its format.
-using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t>;
+// Address, dtype, and addresses of the scales and of the order, with the number of its rows;
+// address 0: there are none. Of a matrix in blocks the dtype is kFirstFormat plus its format.
+using WeightsAt = std::tuple<std::uintptr_t, int, std::uintptr_t, std::uintptr_t, std::int64_t>;
 constexpr int kFirstFormat = 16;
 
 cpu::Weights weights(const WeightsAt& at) {
-  const auto& [data, dtype, scale] = at;
-  cpu::Weights found{reinterpret_cast<const void*>(data),
-                     cpu::DType::kFloat32,
-                     reinterpret_cast<const float*>(scale),
-                     {}};
+  const auto& [data, dtype, scale, order, stored] = at;
+  cpu::Weights found{reinterpret_cast<const void*>(data),          cpu::DType::kFloat32,
+                     reinterpret_cast<const float*>(scale),        {},
+                     reinterpret_cast<const std::int64_t*>(order), stored};
   if (dtype >= kFirstFormat)
     found.format = cpu::Format(dtype - kFirstFormat);
   else
@@ -166,7 +167,8 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
                                    const std::array<float, 8>& numbers,
                                    const std::vector<LayerAt>& layers,
                                    const std::vector<LayerKind>& rest,
-                                   const std::array<WeightsAt, 5>& ends, int threads) {
+                                   const std::array<WeightsAt, 5>& ends, std::int64_t room,
+                                   int threads) {
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
@@ -187,7 +189,7 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
       shape(sizes, kinds, numbers), all,
       cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3]),
                       weights(ends[4])},
-      threads);
+      room, threads);
 }
 
 // Keys, values, dtype; strides of the keys, then of the values.
@@ -255,6 +257,15 @@ void bind_decoder(py::module_& m) {
   using WithoutGil = py::call_guard<py::gil_scoped_release>;
   using cpu::Decoder;
   m.attr("FIRST_FORMAT") = kFirstFormat;
+  m.def(
+      "use_huge_pages",
+      [](const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& memory, std::int64_t room,
+         int threads) {
+        std::vector<cpu::AddressRange> ranges;
+        for (const auto& [address, bytes] : memory) ranges.push_back({address, address + bytes});
+        return cpu::use_huge_pages(std::move(ranges), room, threads);
+      },
+      py::arg("memory"), py::arg("room"), py::arg("threads"), WithoutGil());
   py::class_<Decoder>(m, "Decoder")
       .def(py::init(&make))
       .def_property_readonly("bytes", &Decoder::bytes)

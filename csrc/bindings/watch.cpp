@@ -142,7 +142,8 @@ void bind_watch(py::module_& m) {
             watch.add(reinterpret_cast<const void*>(address), bytes, stride);
           },
           py::arg("address"), py::arg("bytes"), py::arg("stride"))
-      .def("remember", &cpu::MemoryWatch::remember, py::call_guard<py::gil_scoped_release>())
+      .def("remember", &cpu::MemoryWatch::remember, py::arg("threads"),
+           py::call_guard<py::gil_scoped_release>())
       // With the lock of the interpreter: it is the one of the places that a check goes on at.
       .def_property_readonly("has_rest", &cpu::MemoryWatch::has_rest)
       .def("agree", &cpu::MemoryWatch::agree, py::arg("seconds"))

@@ -301,7 +301,7 @@ struct Decoder::Job {
       x = is_normed ? normed(begin, begin + rows) : source.rows + begin * x_stride;
       if (is_normed) x_stride = shape.hidden;
     }
-    multiply(m, panel, panels, {x, x_stride, rounded_inputs, begin, rows}, to, stride);
+    multiply(m, panel, panels, {x, x_stride, rounded_inputs, begin, rows}, threads, to, stride);
   }
 
   // to = the norm of x, [H]; x itself where there is none.
@@ -652,10 +652,8 @@ struct Decoder::Job {
     const Source inputs = layer->side_norm.weight.empty()
                               ? Source{&layer->input_norm, nullptr, 0}
                               : Source{nullptr, joined(), 2 * shape.hidden};
-    const bool heads_are_groups =
-        !m.reads_floats || m.runs.size() > 1 || m.group_panels % kGroupPanels == 0;
     const bool is_joint = layer->head_norms == HeadNorms::kJoint;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && heads_are_groups && !is_joint) {
+    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && !is_joint) {
       round_inputs(all, m, inputs);
       part = all;
       source = inputs;
@@ -734,7 +732,8 @@ struct Decoder::Job {
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t some = std::min(kRows, rows - begin);
       float* const products = scratch().products.floats(some * width);
-      multiply(m, 0, m.panels(), {x + begin * x_stride, x_stride, nullptr, 0, some}, products, width);
+      multiply(m, 0, m.panels(), {x + begin * x_stride, x_stride, nullptr, 0, some}, 1, products,
+               width);
       for (int64_t r = 0; r < some; ++r)
         std::copy_n(products + r * width, count, to + (begin + r) * stride);
     }
@@ -776,11 +775,11 @@ struct Decoder::Job {
 };
 
 Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-                 const EndWeights& ends, int threads)
+                 const EndWeights& ends, int64_t room, int threads)
     : shape_(shape),
       embedding_(ends.embedding),
       embeds_from_head_(ends.embedding.format && ends.embedding.data == ends.head.data),
-      packed_(std::make_unique<PackedWeights>(shape, layers, ends, threads)) {}
+      packed_(std::make_unique<PackedWeights>(shape, layers, ends, room, threads)) {}
 
 Decoder::~Decoder() = default;
 

@@ -1,12 +1,13 @@
 // The forward of LLaMA-like decoders on the host: tokens or hidden states in, logits or hidden
 // states out, keys and values appended to storage with a length per row.
 //
-// The weights are copied into panels that one pass reads front to back, in the blocks that they are
-// given in (formats/), else as bfloat16 where that changes no weight, as int8 where they are given
-// so, and as float32 otherwise. Arithmetic is float32, but products with blocks are those of
-// formats/packed.hpp. Each number is computed by the same sequence of operations whatever the
-// number of rows, columns or threads: q forwards of one column and one forward of q columns give
-// the same bits. Other instructions (set_simd) may round differently outside of such products.
+// Matrices of numbers are read where they lie, int8, bfloat16 or float32, and must stay there;
+// float32 ones whose values bfloat16 represents are copied as such if there is room. Those in
+// blocks are copied into panels that one pass reads front to back (formats/). Arithmetic is
+// float32, but products with blocks are those of formats/packed.hpp. Each number is computed by the
+// same sequence of operations whatever the number of rows, columns or threads: q forwards of one
+// column and one forward of q columns give the same bits. Other instructions (set_simd) may round
+// differently outside of such products.
 //
 // Instructions and threads are those of select.hpp. A Decoder may be used by several threads at
 // once, as long as they write to different rows.
@@ -46,12 +47,16 @@ struct DecoderShape {
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
-// its blocks, with a scale per output they are int8, whatever the dtype says.
+// its blocks, with a scale per output they are int8, whatever the dtype says. With an `order` the
+// rows of a matrix are those of these numbers among `stored` rows; the 16 of a panel are
+// neighbours.
 struct Weights {
   const void* data = nullptr;
   DType dtype = DType::kFloat32;
   const float* scale = nullptr;
   std::optional<Format> format = {};
+  const int64_t* order = nullptr;
+  int64_t stored = 0;
 };
 
 // The experts of a feed-forward, in place of its gate, up and down. Those of all experts lie one
@@ -102,11 +107,11 @@ struct LatentWeights {
 // and each its own; all heads at once.
 enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
 
-// Matrices are [outputs, inputs]; those without a format are all int8, or none is. A norm that is
-// not there changes nothing; without a gate the activation is that of `up`. Norms stand in front of
-// the attention (input_norm), behind it (o_norm), in front of the feed-forward (post_norm; in a
-// parallel layer without it, input_norm) and behind that (down_norm). With a `side_norm`, q, k and
-// v read 2 * H inputs: side inputs and hidden state, each normalised.
+// Matrices are [outputs, inputs]. A norm that is not there changes nothing; without a gate the
+// activation is that of `up`. Norms stand in front of the attention (input_norm), behind it
+// (o_norm), in front of the feed-forward (post_norm; in a parallel layer without it, input_norm)
+// and behind that (down_norm). With a `side_norm`, q, k and v read 2 * H inputs: side inputs and
+// hidden state, each normalised.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
@@ -124,7 +129,7 @@ struct LayerWeights {
 };
 
 struct EndWeights {
-  Weights embedding;  // is not copied; blocks that are those of the head are read there
+  Weights embedding;  // blocks that are those of the head are read there
   Weights norm, head, head_bias, norm_bias;
 };
 
@@ -175,12 +180,13 @@ struct PackedWeights;
 
 class Decoder {
  public:
+  // `room`: bytes that 16-bit copies of float32 matrices may take.
   Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-          const EndWeights& ends, int threads);
+          const EndWeights& ends, int64_t room, int threads);
   ~Decoder();
 
-  int64_t bytes() const;    // of the packed weights
-  int weight_bits() const;  // of those not in blocks
+  int64_t bytes() const;    // of copies of matrices
+  int weight_bits() const;  // the most of any matrix that is not in blocks; 0: there is none
 
   // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
   void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;

@@ -11,16 +11,18 @@
 
 namespace pipespec::cpu {
 
-// Outputs per panel of packed weights, and panels per group; the last group of a matrix may have
-// fewer. A group holds for each input the 16 weights of each of its panels, so that a product reads
-// it front to back. 16-bit weights are bfloat16, and outputs i and i + 8 of a panel share the
-// 32-bit word i: a shift gives the former as float32, a mask the latter. Weights of 8 and 32 bits
-// lie in the order of the outputs.
+// Outputs of a panel: what products compute at a time.
 inline constexpr int64_t kPanelOutputs = 16;
-inline constexpr int64_t kGroupPanels = 4;
 
-// Products ask for the weights this many bytes before they multiply by them. The hardware alone
-// does not keep enough lines in flight: it stops at each page of 4096 bytes.
+// Rows of a matrix where they lie, one after the other: outputs 0 .. count - 1 of a panel. The
+// others are zero.
+struct RowPanel {
+  const unsigned char* rows;
+  int64_t count;  // 1 .. kPanelOutputs
+};
+
+// Products with blocks ask for their panels this many bytes before they multiply by them. The
+// hardware alone does not keep enough lines in flight: it stops at each page of 4096 bytes.
 inline constexpr int64_t kPrefetchBytes = 4096;
 
 enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu2 = 3, kQuickGelu = 4 };
@@ -52,10 +54,11 @@ struct AttendTask {
   const float* sinks = nullptr;
 };
 
-// A product over whole groups of panels of some format of weights.
-using Product = void (*)(const unsigned char* groups, int64_t inputs, int64_t panel_count,
-                         const float* x, int64_t x_stride, int64_t rows, float* out,
-                         int64_t out_stride);
+// out[c, 16 p + i] = sum over k of x[c, k] * (weight k of output i in panel p). `after`: a panel
+// that is probably read next.
+using RowProduct = void (*)(const RowPanel* panels, int64_t panel_count, const RowPanel& after,
+                            int64_t inputs, const float* x, int64_t x_stride, int64_t columns,
+                            float* out, int64_t out_stride);
 
 struct AttendKernels {
   void (*attend)(const AttendTask& task);  // without `partials`
@@ -67,9 +70,8 @@ struct AttendKernels {
 };
 
 struct DecoderKernels {
-  // out[r, 16 p + i] = sum over k of x[r, k] * (weight k of output i in panel p), summed in the
-  // order of k from zero.
-  Product product8, product16, product32;
+  // Of weights in int8, bfloat16 and float32. Weights of equal values give equal bits.
+  RowProduct product8, product16, product32;
   // out = x / sqrt(mean(x^2) + eps) * weight; out may be x.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
   // out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias; out may be x, bias may be null.

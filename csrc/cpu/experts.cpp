@@ -95,7 +95,7 @@ class Step {
     round_all(work);
     run_(work[0].pieces.count(), [&](int64_t i) {
       const Piece p(work[0], i);
-      multiply(router, p.panel, p.panels, p.tile(work[0]),
+      multiply(router, p.panel, p.panels, p.tile(work[0]), threads_,
                logits + p.begin * width + p.panel * kPanel, width);
     });
     const Routing& routing = layer_.routing;
@@ -172,7 +172,7 @@ class Step {
   void multiply_piece(const Work& w, const Piece& p, Part part) const {
     const int64_t width = p.panels * kPanel;
     float* const products = memory().products.floats(p.rows * width);
-    multiply(*w.matrix, p.panel, p.panels, p.tile(w), products, width);
+    multiply(*w.matrix, p.panel, p.panels, p.tile(w), threads_, products, width);
     const int64_t first = p.panel * kPanel, place = w.begin + p.begin;
     if (part == kGateUp) {
       if (layer_.limit > 0.0f) clamp(products, p.rows * width);

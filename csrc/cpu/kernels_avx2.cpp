@@ -72,35 +72,18 @@ struct V32 : Avx2Vector {
 };
 
 struct DecoderAvx2 : Avx2 {
-  static constexpr int kAccumulators = 12;
-  static constexpr int kMinPanels = 1;
+  static constexpr int kTileColumns = 3;
 
   // Keeps a sum in its register: left alone, the compiler moves some of them to the stack and back.
   static void pin(F& x) { asm("" : "+x"(x)); }
 
-  struct Weights8 {
-    static constexpr int64_t kBytes = 1;
-    static void load(const unsigned char* p, F (&w)[2]) {
-      for (int i = 0; i < 2; ++i) {
-        const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
-        w[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
-      }
-    }
-  };
-  struct Weights16 {
-    static constexpr int64_t kBytes = 2;
-    static void load(const unsigned char* p, F (&w)[2]) {
-      I x = _mm256_load_si256(reinterpret_cast<const I*>(p));
-      asm("" : "+x"(x));  // keeps the compiler from loading it twice, once for each half
-      w[0] = float_of(shift_left<16>(x));
-      w[1] = float_of(bit_and(x, broadcast(int32_t(0xFFFF0000))));
-    }
-  };
-  struct Weights32 {
-    static constexpr int64_t kBytes = 4;
-    static void load(const unsigned char* p, F (&w)[2]) {
-      w[0] = Float32::load(p);
-      w[1] = Float32::load(p + 32);
+  static F sum_each(const F (&x)[kLanes]) { return sums_of_lanes<Avx2>(x); }
+
+  struct Int8 {
+    static constexpr int kBytes = 1;
+    static F load(const unsigned char* p) {
+      const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+      return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x));
     }
   };
 };

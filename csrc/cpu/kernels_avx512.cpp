@@ -74,33 +74,43 @@ struct V32 : Avx512Vector {
 };
 
 struct DecoderAvx512 : Avx512 {
-  static constexpr int kAccumulators = 24;
-  static constexpr int kMinPanels = 4;
+  static constexpr int kTileColumns = 6;
 
   static void pin(F&) {}
 
-  struct Weights8 {
-    static constexpr int64_t kBytes = 1;
-    static void load(const unsigned char* p, F (&w)[1]) {
-      const __m128i x = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-      w[0] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
+  // What sums_of_lanes computes, with half as many moves. Each step adds halves of the vectors of
+  // two outputs, until lane 4 i + j is the sum of output 4 i + j.
+  static F sum_each(const F (&x)[16]) {
+    F of_four[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j)
+      of_four[j] = add_quarters(add_halves(x[j], x[4 + j]), add_halves(x[8 + j], x[12 + j]));
+    return add_words(add_pairs(of_four[0], of_four[1]), add_pairs(of_four[2], of_four[3]));
+  }
+
+  struct Int8 {
+    static constexpr int kBytes = 1;
+    static F load(const unsigned char* p) {
+      const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x));
     }
   };
-  struct Weights16 {
-    static constexpr int64_t kBytes = 2;
-    static void load(const unsigned char* p, F (&w)[1]) {
-      const I x = _mm512_castsi256_si512(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)));
-      // Output i is the low half of word i, output i + 8 the high one; both go to high halves.
-      const I from = _mm512_setr_epi32(0 << 16, 2 << 16, 4 << 16, 6 << 16, 8 << 16, 10 << 16,
-                                       12 << 16, 14 << 16, 1 << 16, 3 << 16, 5 << 16, 7 << 16,
-                                       9 << 16, 11 << 16, 13 << 16, 15 << 16);
-      w[0] = float_of(_mm512_maskz_permutexvar_epi16(0xAAAAAAAA, from, x));
-    }
-  };
-  struct Weights32 {
-    static constexpr int64_t kBytes = 4;
-    static void load(const unsigned char* p, F (&w)[1]) { w[0] = Float32::load(p); }
-  };
+
+ private:
+  static F add_halves(F a, F b) {
+    return add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  }
+  static F add_quarters(F a, F b) {
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+  }
+  static F add_pairs(F a, F b) {
+    const __m512d x = _mm512_castps_pd(a), y = _mm512_castps_pd(b);
+    return add(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+               _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+  }
+  static F add_words(F a, F b) {
+    return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+  }
 };
 
 constexpr Kernels kKernels = table<Avx512, V16, V32, DecoderAvx512>("avx512");

@@ -56,36 +56,19 @@ using V16 = PortableVector<int16_t, uint16_t>;
 using V32 = PortableVector<int32_t, uint32_t>;
 
 struct DecoderPortable : Portable {
-  static constexpr int kAccumulators = 12;
-  static constexpr int kMinPanels = 1;
+  static constexpr int kTileColumns = 3;
 
   static void pin(F&) {}
 
-  struct Weights8 {
-    static constexpr int64_t kBytes = 1;
-    static void load(const unsigned char* p, F (&w)[4]) {
+  static F sum_each(const F (&x)[kLanes]) { return sums_of_lanes<Portable>(x); }
+
+  struct Int8 {
+    static constexpr int kBytes = 1;
+    static F load(const unsigned char* p) {
       typedef int8_t Four __attribute__((vector_size(4)));
-      for (int i = 0; i < 4; ++i) {
-        Four x;
-        __builtin_memcpy(&x, p + 4 * i, sizeof(x));
-        w[i] = __builtin_convertvector(x, F);
-      }
-    }
-  };
-  struct Weights16 {
-    static constexpr int64_t kBytes = 2;
-    static void load(const unsigned char* p, F (&w)[4]) {
-      for (int i = 0; i < 2; ++i) {
-        const I x = bits_of(Float32::load(p + 16 * i));
-        w[i] = float_of(shift_left<16>(x));
-        w[i + 2] = float_of(bit_and(x, broadcast(int32_t(0xFFFF0000))));
-      }
-    }
-  };
-  struct Weights32 {
-    static constexpr int64_t kBytes = 4;
-    static void load(const unsigned char* p, F (&w)[4]) {
-      for (int i = 0; i < 4; ++i) w[i] = Float32::load(p + 16 * i);
+      Four x;
+      __builtin_memcpy(&x, p, sizeof(x));
+      return __builtin_convertvector(x, F);
     }
   };
 };

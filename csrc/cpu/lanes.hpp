@@ -21,12 +21,27 @@ inline float sum_of_lanes(typename V::F x) {
   return lanes[0];
 }
 
+// The sums of the lanes of V::kLanes vectors, each in the order of sum_of_lanes.
+template <class V>
+inline typename V::F sums_of_lanes(const typename V::F (&x)[V::kLanes]) {
+  typename V::I words[V::kLanes];
+  for (int i = 0; i < V::kLanes; ++i) words[i] = V::bits_of(x[i]);
+  V::transpose(words);
+  typename V::F lanes[V::kLanes];
+  for (int i = 0; i < V::kLanes; ++i) lanes[i] = V::float_of(words[i]);
+#pragma GCC unroll 4
+  for (int n = V::kLanes / 2; n >= 1; n /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < n; ++i) lanes[i] = V::add(lanes[i], lanes[i + n]);
+  return lanes[0];
+}
+
 template <class Format>
 inline void copy_bytes(unsigned char* to, const unsigned char* from, int64_t elements) {
   for (int64_t i = 0; i < elements * Format::kBytes; ++i) to[i] = from[i];
 }
 
-// The first `n` < kLanes elements at p and zeros after them; reads nothing else.
+// The first `n` <= kLanes elements at p and zeros after them; reads nothing else.
 template <class V, class Format>
 inline typename V::F load_part(const unsigned char* p, int64_t n) {
   unsigned char buffer[V::kLanes * 4] = {};

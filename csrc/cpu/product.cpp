@@ -8,6 +8,8 @@ namespace {
 constexpr int64_t kPanel = kPanelOutputs;
 // Maximum panels of one unit of work: what they compute for a tile stays in the second-level cache.
 constexpr int64_t kMaxUnitPanels = 8;
+// Panels by which units differ in size: whole pairs of gates and ups.
+constexpr int64_t kUnitStep = 4;
 // Inputs of a tile of rows: they are read once per group, from the second-level cache.
 constexpr int64_t kTileBytes = 192 << 10;
 constexpr int64_t kMaxTileRows = 48;  // whole blocks of rows
@@ -25,30 +27,33 @@ Pieces::Pieces(const Matrix& matrix, int64_t rows, int64_t wanted) {
   tile_rows = std::min(fitting, rows);
   tiles = whole(rows, tile_rows);
   chunk_panels =
-      std::min(rounded(whole(matrix.panels() * tiles, wanted), kGroupPanels), kMaxUnitPanels);
+      std::min(rounded(whole(matrix.panels() * tiles, wanted), kUnitStep), kMaxUnitPanels);
   chunks = whole(matrix.panels(), chunk_panels);
 }
 
-void multiply(const Matrix& m, int64_t panel, int64_t panels, const Tile& tile, float* to,
-              int64_t stride) {
+void multiply(const Matrix& m, int64_t panel, int64_t panels, const Tile& tile, int threads,
+              float* to, int64_t stride) {
   const DecoderKernels& kernels = cpu::kernels().decoder;
   auto run = std::upper_bound(m.runs.begin(), m.runs.end(), panel,
                               [](int64_t p, const Run& r) { return p < r.first; });
   for (--run; run != m.runs.end() && run->first < panel + panels; ++run) {
     const int64_t first = std::max(panel, run->first);
     const int64_t count = std::min(panel + panels, run->first + run->panels) - first;
-    const unsigned char* const weights = run->data + (first - run->first) * run->panel_bytes;
     float* const out_at = to + (first - panel) * kPanel;
     if (run->format) {
       packed_kernels().products[int(*run->format)](
-          weights, m.inputs, count, tile.rounded[traits(*run->format).rounds256].tile(tile.begin),
-          tile.count, out_at, stride);
+          run->data + (first - run->first) * run->panel_bytes, m.inputs, count,
+          tile.rounded[traits(*run->format).rounds256].tile(tile.begin), tile.count, out_at,
+          stride);
       continue;
     }
-    const Product product = run->bits == 8    ? kernels.product8
-                            : run->bits == 16 ? kernels.product16
-                                              : kernels.product32;
-    product(weights, m.inputs, count, tile.rows, tile.stride, tile.count, out_at, stride);
+    const RowProduct product = run->bits == 8    ? kernels.product8
+                               : run->bits == 16 ? kernels.product16
+                                                 : kernels.product32;
+    const int64_t at = first - run->first;
+    const int64_t after = std::min(at + count + (threads - 1) * panels, run->panels - 1);
+    product(&run->rows[size_t(at)], count, run->rows[size_t(after)], m.inputs, tile.rows,
+            tile.stride, tile.count, out_at, stride);
   }
   const auto each = [&](const std::vector<float>& of, auto&& apply) {
     if (of.empty()) return;

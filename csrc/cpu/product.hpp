@@ -46,8 +46,9 @@ struct Pieces {
   int64_t count() const { return tiles * chunks; }
 };
 
-// The rows times some panels, with scales and bias.
-void multiply(const Matrix& matrix, int64_t panel, int64_t panels, const Tile& tile, float* to,
-              int64_t stride);
+// The rows times some panels, with scales and bias. `threads` share the product: the others take
+// the pieces in between before this one takes its next.
+void multiply(const Matrix& matrix, int64_t panel, int64_t panels, const Tile& tile, int threads,
+              float* to, int64_t stride);
 
 }  // namespace pipespec::cpu

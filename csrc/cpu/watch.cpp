@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "pool.hpp"
+#include "share.hpp"
 
 namespace pipespec::cpu {
 namespace {
@@ -61,7 +62,7 @@ void MemoryWatch::add(const void* data, std::size_t bytes, std::size_t stride) {
   if (bytes != 0) ranges_.push_back({static_cast<const unsigned char*>(data), bytes, stride});
 }
 
-void MemoryWatch::remember() {
+void MemoryWatch::remember(int threads) {
   const bool all = bytes() <= kAllAlways;
   for (const Range& range : ranges_) {
     const auto [data, bytes, stride] = range;
@@ -76,20 +77,29 @@ void MemoryWatch::remember() {
       // The last samples may be fewer bytes than one is read from.
       const std::size_t from = size < sizeof(std::uint64_t) ? bytes - sizeof(std::uint64_t) : at;
       const std::size_t length = std::min(bytes - from, kSamples * stride);
-      samples_.push_back(
-          {{data + from, length, stride}, digest_of_samples(data + from, length, stride)});
+      samples_.push_back({{data + from, length, stride}, 0});
     }
     for (std::size_t at = 0; at < bytes; at += kBlock) {
       const std::size_t size = std::min(bytes - at, kBlock);
-      blocks_.push_back({{data + at, size, 0}, digest(data + at, size)});
+      blocks_.push_back({{data + at, size, 0}, 0});
     }
+  }
+  for (std::vector<Unit>* units : {&samples_, &blocks_}) {
+    const bool pays = units->size() >= kWorthThreads;
+    share(pays ? threads : 1, int64_t((units->size() + kPerUnit - 1) / kPerUnit), [&](int64_t i) {
+      const std::size_t begin = std::size_t(i) * kPerUnit;
+      for (std::size_t j = begin; j < std::min(begin + kPerUnit, units->size()); ++j)
+        (*units)[j].digest = digest_of((*units)[j].range);
+    });
   }
 }
 
-bool MemoryWatch::is_same(const Unit& unit) {
-  const auto [data, bytes, stride] = unit.range;
-  return unit.digest == (stride ? digest_of_samples(data, bytes, stride) : digest(data, bytes));
+std::uint64_t MemoryWatch::digest_of(const Range& range) {
+  const auto [data, bytes, stride] = range;
+  return stride ? digest_of_samples(data, bytes, stride) : digest(data, bytes);
 }
+
+bool MemoryWatch::is_same(const Unit& unit) { return unit.digest == digest_of(unit.range); }
 
 bool MemoryWatch::agree(double seconds) {
   using Clock = std::chrono::steady_clock;

@@ -15,8 +15,8 @@ class MemoryWatch {
   // `stride` in bytes is the distance of the samples.
   void add(const void* data, std::size_t bytes, std::size_t stride);
 
-  // Reads all ranges. After the last add(), before the first agree().
-  void remember();
+  // Reads all ranges, by up to `threads` threads. After the last add(), before the first agree().
+  void remember(int threads);
 
   // Begins a round: compares what every check compares, some samples and one block of what is
   // compared in turn, and more of it for about `seconds`, samples first, at most all.
@@ -41,6 +41,7 @@ class MemoryWatch {
     std::uint64_t digest;
   };
 
+  static std::uint64_t digest_of(const Range& range);
   static bool is_same(const Unit& unit);
 
   std::vector<Range> ranges_;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "decoder_kernels.hpp"
 #include "formats/formats.hpp"
@@ -28,10 +30,13 @@ struct Rows {
   int64_t begin, end;
 };
 
+// The float32 matrices that are copied, by their data.
+using Narrow = std::unordered_map<const void*, Weights>;
+
 // Lays out one matrix after the other.
 class Layout {
  public:
-  explicit Layout(int bits) : bits_(bits) {}
+  explicit Layout(const Narrow& narrow) : narrow_(narrow) {}
 
   // Of the next matrix, the panels in their order: each part in whole panels; in `pairs`, a panel
   // of the first and a panel of the second of two parts take turns.
@@ -43,9 +48,13 @@ class Layout {
     const bool has_scale = std::any_of(parts.begin(), parts.end(),
                                        [](const Rows& r) { return r.weights.scale != nullptr; });
     const auto add_panel = [&](const Rows& part, int64_t begin) {
+      const auto narrow = narrow_.find(part.weights.data);
+      const int64_t* const order = part.weights.order;
+      from.panels.push_back({narrow == narrow_.end() ? part.weights : narrow->second,
+                             order == nullptr ? begin : order[begin],
+                             std::min(part.end - begin, kPanel)});
       for (int64_t r = begin; r < begin + kPanel; ++r) {
         const bool is_row = r < part.end;
-        from.rows.push_back(is_row ? MatrixRow{part.weights, r} : MatrixRow{});
         if (has_bias)
           m.bias.push_back(is_row && part.bias.data != nullptr ? value(part.bias, r) : 0.0f);
         if (has_scale)
@@ -60,12 +69,13 @@ class Layout {
         for (int64_t r = part.begin; r < part.end; r += kPanel) add_panel(part, r);
     }
     m.inputs = inputs, m.groups = groups;
-    m.group_panels = int64_t(from.rows.size()) / kPanel / groups;
-    from.runs = runs_of(from, bits_);
+    m.group_panels = int64_t(from.panels.size()) / groups;
+    from.runs = runs_of(from);
     for (Run& run : from.runs) {
       bytes = rounded(bytes, 64);
       offsets_.push_back(bytes);
       bytes += run.panels * run.panel_bytes;
+      weight_bits = std::max(weight_bits, run.bits);
       if (run.format)
         m.rounds[traits(*run.format).rounds256] = true;
       else
@@ -158,27 +168,99 @@ class Layout {
 
   void pack_into(unsigned char* memory, int threads) {
     size_t next = 0;
-    for (size_t i = 0; i < matrices_.size(); ++i) {
-      for (Run& run : matrices_[i].runs) run.data = memory + offsets_[next++];
-      to_[i]->runs = matrices_[i].runs;
-    }
+    for (PanelMatrix& m : matrices_)
+      for (Run& run : m.runs) run.data = memory + offsets_[next++];
     pack(matrices_, threads);
+    for (size_t i = 0; i < matrices_.size(); ++i) to_[i]->runs = std::move(matrices_[i].runs);
   }
 
   int64_t bytes = 0;
+  int weight_bits = 0;
 
  private:
-  int bits_;
+  const Narrow& narrow_;
   std::vector<PanelMatrix> matrices_;
   std::vector<Matrix*> to_;
   std::vector<int64_t> offsets_;
 };
 
-int number_bits(const std::vector<WeightSpan>& spans, int threads) {
-  const bool int8 = std::any_of(spans.begin(), spans.end(), [](const WeightSpan& span) {
-    return span.weights.scale != nullptr;
-  });
-  return int8 ? 8 : are_bfloat16(spans, threads) ? 16 : 32;
+// What queries, keys and values read.
+int64_t inputs_of(const LayerWeights& layer, const DecoderShape& s) {
+  return s.hidden * (layer.side_norm.data == nullptr ? 1 : 2);
+}
+
+// All matrices as they are stored.
+std::vector<WeightSpan> matrices_of(const DecoderShape& s, const std::vector<LayerWeights>& layers,
+                                    const EndWeights& ends) {
+  std::vector<WeightSpan> found;
+  const auto add = [&found](const Weights& w, int64_t rows, int64_t inputs) {
+    found.push_back({w, (w.order == nullptr ? rows : w.stored) * inputs});
+  };
+  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim, h = s.hidden;
+  add(ends.head, s.vocabulary, h);
+  for (const LayerWeights& l : layers) {
+    for (const Weights& w : {l.k, l.v}) add(w, kv_size, inputs_of(l, s));
+    for (const Weights& w : {l.q, l.q_gate}) add(w, q_size, inputs_of(l, s));
+    const LatentWeights& a = l.latent;
+    const int64_t query_size = s.heads * (a.plain + s.rotary_dim);
+    add(l.o, h, a.plain > 0 ? s.heads * a.value_dim : q_size);
+    add(a.query_latents, a.query_rank, h);
+    add(a.queries, query_size, a.query_rank > 0 ? a.query_rank : h);
+    add(a.latents, s.head_dim, h);
+    add(a.keys, s.heads * s.latent, a.plain);
+    add(a.values, s.heads * a.value_dim, s.latent);
+    for (const Weights& w : {l.gate, l.up}) add(w, s.intermediate, h);
+    add(l.down, h, s.intermediate);
+    const RecurrentWeights& r = l.recurrent;
+    const int64_t heads = r.delta.value_heads, outputs = heads * r.delta.value_dim;
+    add(r.in, outputs > 0 ? r.channels : 3 * r.channels, h);
+    add(r.gates, outputs, h);
+    for (const Weights& w : {r.beta, r.decay}) add(w, heads, h);
+    add(r.out, h, outputs > 0 ? outputs : r.channels);
+    const ExpertWeights& e = l.experts;
+    const int64_t count = e.routing.experts;
+    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
+    for (const Weights& w : {e.gate, e.up}) add(w, count * e.stride, h);
+    add(e.router, count, h);
+    add(e.down, count * h, e.intermediate);
+    for (const Weights& w : {e.shared_gate, e.shared_up}) add(w, e.shared_intermediate, h);
+    add(e.shared_down, h, e.shared_intermediate);
+    add(e.shared_router, 1, h);
+  }
+  return found;
+}
+
+// Copies of float32 matrices whose values bfloat16 represents, of up to `room` bytes.
+Narrow narrow_copies(const std::vector<WeightSpan>& matrices, int64_t room, Arena& arena,
+                     int64_t& bytes, int threads) {
+  std::vector<WeightSpan> wide, copied;
+  std::unordered_set<const void*> seen;  // parts may lie in one matrix
+  for (const WeightSpan& span : matrices) {
+    const Weights& w = span.weights;
+    const bool is_wide = w.data != nullptr && !w.format && w.scale == nullptr;
+    if (is_wide && w.dtype == DType::kFloat32 && seen.insert(w.data).second) wide.push_back(span);
+  }
+  Narrow found;
+  int64_t size = 0;
+  for (const WeightSpan& span : wide) size += span.count * int64_t(sizeof(uint16_t));
+  if (size == 0 || size > room) return found;
+  const std::vector<bool> fits = are_bfloat16(wide, threads);
+  size = 0;
+  for (size_t i = 0; i < wide.size(); ++i) {
+    if (!fits[i]) continue;
+    copied.push_back(wide[i]);
+    size += wide[i].count * int64_t(sizeof(uint16_t));
+  }
+  if (copied.empty()) return found;
+  arena.allocate(size);
+  bytes += size;
+  auto* to = reinterpret_cast<uint16_t*>(arena.begin());
+  narrow(copied, to, threads);
+  for (const WeightSpan& span : copied) {
+    found[span.weights.data] = {to, DType::kBFloat16};
+    to += span.count;
+  }
+  return found;
 }
 
 }  // namespace
@@ -189,45 +271,13 @@ float value(const Weights& w, int64_t i) {
 }
 
 PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeights>& from,
-                             const EndWeights& ends, int threads) {
+                             const EndWeights& ends, int64_t room, int threads) {
   const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
   const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
-  const auto inputs = [&s](const LayerWeights& l) { return s.hidden * (l.side_norm.data ? 2 : 1); };
-  std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
-  for (const LayerWeights& l : from) {
-    for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
-    spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, (l.latent.plain > 0 ? s.heads * l.latent.value_dim : q_size) * s.hidden}});
-    for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
-    const RecurrentWeights& r = l.recurrent;
-    const int64_t outputs = r.delta.value_heads * r.delta.value_dim;
-    const bool is_delta = outputs > 0;
-    spans.insert(spans.end(), {{l.q_gate, q_size * s.hidden},
-                               {r.in, r.channels * s.hidden * (is_delta ? 1 : 3)},
-                               {r.gates, outputs * s.hidden},
-                               {r.beta, r.delta.value_heads * s.hidden},
-                               {r.decay, r.delta.value_heads * s.hidden},
-                               {r.out, (is_delta ? outputs : r.channels) * s.hidden}});
-    const LatentWeights& a = l.latent;
-    const int64_t query_size = s.heads * (a.plain + s.rotary_dim);
-    spans.insert(spans.end(),
-                 {{a.query_latents, a.query_rank * s.hidden},
-                  {a.queries, query_size * (a.query_rank > 0 ? a.query_rank : s.hidden)},
-                  {a.latents, s.head_dim * s.hidden},
-                  {a.keys, s.heads * s.latent * a.plain},
-                  {a.values, s.heads * a.value_dim * s.latent}});
-    const ExpertWeights& e = l.experts;
-    const int64_t rows = e.routing.experts * s.hidden;
-    // Of gates and ups in one matrix, the rows of both lie from its beginning on.
-    spans.insert(spans.end(),
-                 {{e.router, rows}, {e.gate, rows * e.stride}, {e.up, rows * e.stride}});
-    spans.insert(spans.end(), {{e.down, rows * e.intermediate}, {e.shared_router, s.hidden}});
-    for (const Weights& w : {e.shared_gate, e.shared_up, e.shared_down})
-      spans.push_back({w, e.shared_intermediate * s.hidden});
-  }
-  weight_bits = number_bits(spans, threads);
+  const Narrow copies = narrow_copies(matrices_of(s, from, ends), room, narrow, bytes, threads);
   layers.resize(from.size());
   int64_t stores[2] = {0, 0};
-  Layout layout(weight_bits);
+  Layout layout(copies);
   for (size_t i = 0; i < from.size(); ++i) {
     const LayerWeights& w = from[i];
     Layer& l = layers[i];
@@ -248,7 +298,7 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
       layout.add(l.latent, w.latent, s);
       layout.add(l.o, l.latent.outputs(), 1, {{w.o, w.o_bias, 0, s.hidden}});
     } else {
-      layout.add(l.qkv, inputs(w), s.kv_heads, parts);
+      layout.add(l.qkv, inputs_of(w, s), s.kv_heads, parts);
       layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     }
     const Rows up{w.up, w.up_bias, 0, s.intermediate};
@@ -279,9 +329,10 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
   norm = {floats(ends.norm, s.hidden, s.norm_offset), floats(ends.norm_bias, s.hidden)};
-  bytes = layout.bytes;
-  arena.allocate(bytes);
-  layout.pack_into(arena.begin(), threads);
+  weight_bits = layout.weight_bits;
+  bytes += layout.bytes;
+  if (layout.bytes > 0) panels.allocate(layout.bytes);
+  layout.pack_into(panels.begin(), threads);
 }
 
 }  // namespace pipespec::cpu

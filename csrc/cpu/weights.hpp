@@ -1,5 +1,4 @@
-// The weights of a decoder, packed in the order of a forward: panels of 16 outputs, each of one
-// type.
+// The weights of a decoder in the order of a forward: panels of 16 outputs, each of one type.
 #pragma once
 
 #include <cstdint>
@@ -32,16 +31,20 @@ struct Layer {
   int64_t store;  // number among the layers of its kind, with keys and values or with states
 };
 
+// Matrices of numbers are read where they lie, but float32 ones whose values bfloat16 represents:
+// their copies have half the size, which is what a product of few columns waits for. The bits are
+// the same.
 struct PackedWeights {
   std::vector<Layer> layers;
   Matrix head;
   Norm norm;
-  int weight_bits = 32;  // of the weights that are not in blocks
-  int64_t bytes = 0;
-  Arena arena;
+  int weight_bits = 0;  // the most of any matrix that is not in blocks
+  int64_t bytes = 0;    // of copies
+  Arena panels, narrow;
 
+  // `room`: bytes that narrow copies may take; with less, float32 is read.
   PackedWeights(const DecoderShape& shape, const std::vector<LayerWeights>& layers,
-                const EndWeights& ends, int threads);
+                const EndWeights& ends, int64_t room, int threads);
 };
 
 float value(const Weights& weights, int64_t i);

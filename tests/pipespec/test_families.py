@@ -19,11 +19,13 @@ from pipespec.checks.models import check_architecture
 from pipespec.checks.support import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
+from pipespec.engine.native import native_form
 from pipespec.errors import NotCapturable
 from pipespec.models import description, families
 from pipespec.models.compat import counts_columns
 from pipespec.models.layout import STATES, CacheLayout
 from pipespec.models.parts import ModelParts
+from pipespec_kernels.decoder import NativeDecoder
 from pipespec_spd import SpeculativePipeline
 from pipespec_spd.partition import check_target
 from tests.conftest import left_pad, noisy
@@ -251,6 +253,54 @@ def test_padding_within_a_window_is_left_to_transformers():
     assert torch.equal(got, target.generate(ids, attention_mask=holes, max_new_tokens=4, do_sample=False))
     wide = Pipeline(make("mistral", sliding_window=64), schedule="plain")
     same_text(wide, ids, attention_mask=holes, max_new_tokens=4)
+
+
+# ---- the memory of a native form
+
+
+WHOLE_PANELS = {"head_dim": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+"""Heads whose rows fill whole panels, as those of published models do."""
+
+TAKE_TURNS = [name for name in TINY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
+"""Models whose queries and gates take turns in one matrix."""
+
+
+VECTORS = 4
+"""The most rows of the weights of norms and of the small projections of a recurrent layer."""
+
+
+def copied_bytes(model: PreTrainedModel, decoder: NativeDecoder) -> int:
+    """Bytes of what a decoder reads elsewhere than in the model, without vectors."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    read = {tensor.data_ptr(): tensor for tensor in decoder._addresses._held if tensor.is_floating_point()}
+    return decoder.nbytes + sum(
+        tensor.nbytes
+        for tensor in read.values()
+        if tensor.ndim == 2 and len(tensor) > VECTORS and tensor.untyped_storage().data_ptr() not in own
+    )
+
+
+# Attention with latents reads the parts of its matrices in another order, as copies.
+@pytest.mark.parametrize(
+    "name",
+    [name for name in TINY_MODELS if native_unsupported_reason(model_of(name)) is None and "latents" not in name],
+)
+def test_matrices_are_read_where_the_model_has_them(name):
+    model = make(name, **WHOLE_PANELS) if name in TAKE_TURNS else model_of(name)
+    assert copied_bytes(model, native_form(model).decoder) == description.packed_bytes(model)
+    assert (description.packed_bytes(model) > 0) == (name == SINKS)  # its experts are transposed
+
+
+@pytest.mark.parametrize("name", TAKE_TURNS)
+def test_matrices_of_several_parts_are_copied_once(name):
+    model = make(name, **WHOLE_PANELS).to(torch.bfloat16).float()
+    decoder = native_form(model).decoder
+    size = sum(
+        weight.nbytes
+        for key, weight in model.named_parameters()
+        if weight.ndim > 1 and "conv" not in key and "embed" not in key
+    )
+    assert (decoder.weight_bits, decoder.nbytes) == (16, size // 2)
 
 
 # ---- what is refused, and the page that says so

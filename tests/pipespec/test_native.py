@@ -37,6 +37,7 @@ from pipespec.engine.forward import described, forward
 from pipespec.engine.runtime import runtime_of
 from pipespec.models import description
 from pipespec.models.parts import ModelParts
+from pipespec.models.quantizing import quantized
 from pipespec_spd.sections import ModelSection, open_sections
 from tests.conftest import noisy, random_llama
 from tests.pipespec import hostile
@@ -179,15 +180,22 @@ def test_bits_depend_neither_on_batch_nor_on_width(name, dtype):
         assert torch.equal(torch.cat(pieces, 1)[0], together[row])
 
 
-def test_float32_weights_that_are_all_bfloat16s_take_half_the_memory():
-    half, full = make().to(torch.bfloat16).float(), make()
-    logits_of(half, ids(1, 3))
-    logits_of(full, ids(1, 3))
-    forms = [chosen(model) for model in (half, full)]
-    assert [form.decoder.weight_bits for form in forms] == [16, 32]
-    assert forms[0].decoder.nbytes < 0.6 * forms[1].decoder.nbytes
-    # What is counted before the packing, but for padding to whole panels.
-    assert forms[1].decoder.nbytes == pytest.approx(description.packed_bytes(full), rel=0.3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_read_where_they_lie(dtype):
+    model = make(dtype=dtype)
+    logits_of(model, ids(1, 3))
+    assert (chosen(model).decoder.nbytes, description.packed_bytes(model)) == (0, 0)
+
+
+def test_float32_weights_that_are_all_bfloat16s_are_copied_as_such_where_there_is_room(monkeypatch):
+    model, tokens = make().to(torch.bfloat16).float(), ids(1, 9)
+    logits = logits_of(model, tokens)
+    half = sum(m.weight.nbytes for m in model.modules() if isinstance(m, nn.Linear)) // 2
+    assert (chosen(model).decoder.weight_bits, chosen(model).nbytes) == (16, half)
+    pipespec.refresh(model)
+    monkeypatch.setattr(native, "host_memory", lambda: (1 << 30, half))
+    assert torch.equal(logits_of(model, tokens), logits)
+    assert (chosen(model).decoder.weight_bits, chosen(model).nbytes) == (32, 0)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def test_a_first_call_that_takes_long_says_why(monkeypatch, capsys):
     pipe = pipespec.Pipeline(random_llama(5))
     for _ in range(2):
         pipe.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-    assert capsys.readouterr().out == "reading and packing the weights ...\n"
+    assert capsys.readouterr().out == "reading the weights ...\n"
 
 
 # --- models that keep transformers' forward ----------------------------------------------------------------------------
@@ -371,9 +379,13 @@ def test_weights_that_are_not_finite_keep_the_models_forward():
     assert form_of(model).startswith("transformers: its logits differ")
 
 
-def test_a_copy_is_made_only_where_there_is_room(monkeypatch):
-    monkeypatch.setattr(native, "host_memory", lambda: (1 << 30, 100_000))
-    model = make()
+def in_q8():
+    return quantized(make(intermediate_size=96), "q8_0")
+
+
+def test_a_copy_of_blocks_is_made_only_where_there_is_room(monkeypatch):
+    monkeypatch.setattr(native, "host_memory", lambda: (1 << 30, 10_000))
+    model = in_q8()
     assert "no room for a packed copy" in form_of(model)
     assert way(model) == "WholeModel"
     with pytest.warns(pipespec.SpeedWarning, match="target: there is no room"):
@@ -558,8 +570,18 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
         assert torch.equal(logits, model(ids(1, 9)).logits)
 
 
+@pytest.mark.parametrize(("limit", "layers"), [(0.5, [1]), (0.0, [1, 3])])
+def test_the_whole_model_is_compared_closely_where_it_differs_roughly(monkeypatch, limit, layers):
+    compared, check = [], native._check
+    monkeypatch.setattr(native, "ROUGHLY", {torch.bfloat16: limit})
+    monkeypatch.setattr(native, "_check", lambda *of: (compared.append(of[1].decoder.num_layers), check(*of)))
+    model = make(num_hidden_layers=3, dtype=torch.bfloat16)
+    assert form_of(model) == "native"
+    assert compared == layers
+
+
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
-    model = make()
+    model = in_q8()
     size = description.packed_bytes(model)
     for free, form in ((2 * size, "native"), (2 * size - 2, "transformers: there is no room for a packed copy")):
         monkeypatch.setattr(native, "host_memory", lambda free=free: (1 << 30, free))
@@ -601,3 +623,24 @@ def test_sections_without_native_forms():
     parts = sections(make())
     assert open_sections(parts, native=False) == "transformers: native=False"
     assert {type(part._call).__name__ for part in parts} == {"LayerLoop"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_of_a_file_keep_their_values_ties_and_watch(tmp_path, tied):
+    kept = random_llama(3, hidden=256, vocabulary=8192, dtype=torch.bfloat16)
+    kept.config.tie_word_embeddings = tied
+    kept.tie_weights()
+    kept.save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    own, head = kept.state_dict(), model.lm_head.weight
+    address, prompt = head.data_ptr(), torch.tensor([[5, 6, 7]])
+    with pipespec.Pipeline(kept) as expected, pipespec.Pipeline(model) as pipeline:
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=8), expected.generate(prompt, max_new_tokens=8))
+        assert head.data_ptr() == address
+        assert (model.model.embed_tokens.weight.data_ptr() == address) == tied
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, own[name])
+        # A change through .data has no version.
+        for each in (kept, model):
+            each.lm_head.weight.data.copy_(each.lm_head.weight.data.flip(0))
+        assert torch.equal(pipeline.generate(prompt, max_new_tokens=8), expected.generate(prompt, max_new_tokens=8))

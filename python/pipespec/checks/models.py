@@ -46,7 +46,7 @@ def check_chain(models: Sequence[PreTrainedModel], given: Sequence[Any], *, tran
     for name, model in zip(names, models, strict=True):
         check_architecture(name, model)
     compared = [stage for i, stage in enumerate(zip(names, models, given, strict=True)) if i not in translated]
-    if len(compared) > 1:
+    if len(compared) > 1:  # reading a tokenizer takes half a second
         check_vocabularies([vocabulary_of(*stage) for stage in compared])
     check_runnable(models)
 

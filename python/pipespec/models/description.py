@@ -354,13 +354,10 @@ def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
 
 
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
-    """Bytes that a packed copy takes, at most. A float32 model whose weights are all bfloat16's takes half of it."""
+    """Bytes that the packed copies of matrices in blocks take, and those of transposed experts. Copies of an attention with latents are not
+    counted. Other matrices are read where they lie."""
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
-    # The embedding is not copied, only a head that is tied to it.
-    parts = parts._replace(embed=None)
-    buffers = (
-        m.blocks if isinstance(m, QuantizedLinear) else m.weight
-        for _, m in parts.named_modules()
-        if isinstance(m, (Int8Linear, QuantizedLinear))
+    modules = [module for _, module in parts.named_modules()]
+    return sum(m.blocks.nbytes for m in modules if isinstance(m, QuantizedLinear)) + sum(
+        map(experts.copied_bytes, modules)
     )
-    return sum(buffer.nbytes for buffer in buffers) + sum(parameter.nbytes for parameter in parts.parameters())

@@ -95,7 +95,7 @@ def _stacked(experts: Any, linear: Callable[[Any], Any]) -> Mapping[str, Any]:
             f"{name}_bias": _detached(part, "bias") for name, part in parts.items()
         }
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
-    if not hasattr(experts, "gate_up_proj_bias"):
+    if not _are_transposed(experts):
         return {"gate": gate_up.flatten(0, 1), "up": None, "down": down.flatten(0, 1)}
     rows, bias = gate_up.transpose(1, 2), experts.gate_up_proj_bias.detach()
     return {
@@ -105,6 +105,15 @@ def _stacked(experts: Any, linear: Callable[[Any], Any]) -> Mapping[str, Any]:
         "gate_bias": torch.cat([bias[:, ::2], bias[:, 1::2]], 1).flatten(),
         "down_bias": experts.down_proj_bias.detach().flatten(),
     }
+
+
+def _are_transposed(experts: Any) -> bool:
+    return not isinstance(experts, QuantizedExperts) and hasattr(experts, "gate_up_proj_bias")
+
+
+def copied_bytes(module: Any) -> int:
+    """Bytes of the matrices of a module of experts that :func:`experts_of` copies."""
+    return module.gate_up_proj.nbytes + module.down_proj.nbytes if _are_transposed(module) else 0
 
 
 def _detached(module: Any, name: str) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import torch
 from pipespec.models.quantized import JoinedLinear
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.recurrent import Recurrent
+from pipespec_kernels.rows import OrderedRows, in_order
 
 Matrix = torch.Tensor | QuantizedMatrix
 
@@ -73,7 +74,7 @@ def _short_convolution(own: Any, matrix: Callable[[Any], Any]) -> Recurrent:
     )
 
 
-def halves_of_heads(whole: Matrix, head_dim: int) -> list[Matrix]:
+def halves_of_heads(whole: Matrix, head_dim: int) -> list[Matrix | OrderedRows]:
     """Of the rows of queries and their gates, ``2 * head_dim`` in each head, the ones and the others."""
     return [_rows(whole, order) for order in _by_head(whole, (head_dim, head_dim))]
 
@@ -83,5 +84,5 @@ def _by_head(whole: Matrix, sizes: tuple[int, ...]) -> list[torch.Tensor]:
     return [part.flatten() for part in torch.arange(whole.shape[0], device="cpu").view(-1, sum(sizes)).split(sizes, 1)]
 
 
-def _rows(whole: Matrix, order: torch.Tensor) -> Matrix:
-    return whole[order] if isinstance(whole, torch.Tensor) else whole.rows(order)
+def _rows(whole: Matrix, order: torch.Tensor) -> Matrix | OrderedRows:
+    return in_order(whole, order) if isinstance(whole, torch.Tensor) else whole.rows(order)
