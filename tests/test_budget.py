@@ -45,7 +45,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 63, 13_900
+MODULES, LINES = 63, 14_100
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
