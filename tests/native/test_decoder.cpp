@@ -272,7 +272,7 @@ TEST(parts_give_the_same_bits_in_all_shapes) {
     for (const Parts parts : {Parts::kExperts, Parts::kDelta, Parts::kConvolution}) {
       const Model model(32, parts);
       const RecurrentWeights& recurrent = model.layers[0].recurrent;
-      const Decoder decoder(kShape, model.layers, model.ends, 3);
+      const Decoder decoder(kShape, model.layers, model.ends, kRoom, 3);
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1, recurrent);
         CHECK(std::all_of(expected.begin(), expected.end(),
@@ -291,7 +291,7 @@ TEST(long_forwards_of_parts_give_the_same_bits) {
   for (const Parts parts : {Parts::kExperts, Parts::kDelta, Parts::kConvolution}) {
     const Model model(16, parts);
     const RecurrentWeights& recurrent = model.layers[0].recurrent;
-    const Decoder decoder(kShape, model.layers, model.ends, 2);
+    const Decoder decoder(kShape, model.layers, model.ends, kRoom, 2);
     const std::vector<float> expected = feed(decoder, kColumns, 50, DType::kFloat32, 1, recurrent);
     CHECK(feed(decoder, kColumns, kColumns, DType::kFloat32, 2, recurrent) == expected);
   }
