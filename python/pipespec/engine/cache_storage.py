@@ -26,7 +26,11 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError):
+        # Callers that do with less memory know torch's error, not the system's.
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     with suppress(OSError):  # a system that was built without them uses small pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     # The tensor keeps the memory.
