@@ -151,7 +151,7 @@ struct Decoder::Job {
   const Layer* layer = nullptr;
   float *qkv = nullptr, *attended = nullptr, *activated = nullptr, *partials = nullptr;
   float *queries = nullptr, *absorbed = nullptr;  // of latent attention
-  float* added = nullptr;  // [part, H], what a norm behind a product reads
+  float* added = nullptr;                         // [part, H], what a norm behind a product reads
   const Norm* behind = nullptr;
   int64_t spans = 0;  // of the longest row
 
@@ -434,8 +434,8 @@ struct Decoder::Job {
     AttendTask task;
     const bool is_latent = layer->latent.is_used();
     const int64_t column = kept.first - all.first + begin;
-    task.queries = is_latent ? absorbed + (row * all.columns + column) * width
-                             : projected(row, column, head);
+    task.queries =
+        is_latent ? absorbed + (row * all.columns + column) * width : projected(row, column, head);
     task.query_stride = is_latent ? width : qkv_width();
     task.keys = static_cast<const char*>(cache->keys) + place(cache->key_strides, row, head) * item;
     // A latent is the value; the rotated part behind it takes part, and its sum is not read.
@@ -701,7 +701,8 @@ struct Decoder::Job {
     const int64_t position = columns->lengths[row] + all.first + m % all.columns;
     const int64_t first =
         l.query_rank > 0 ? l.query_rank : shape.heads * (l.plain + shape.rotary_dim);
-    float *const of_queries = qkv + m * qkv_width(), *const key = of_queries + rounded(first, kPanel);
+    float *const of_queries = qkv + m * qkv_width(), *const key =
+                                                         of_queries + rounded(first, kPanel);
     if (l.query_rank > 0)
       kernels.rms_norm(of_queries, l.query_norm.data(), l.query_rank, l.eps, of_queries);
     rotate_at(key + l.rank, position);
@@ -717,8 +718,8 @@ struct Decoder::Job {
   void absorb(int64_t head) const {
     const LatentLayer& l = layer->latent;
     const int64_t size = l.plain + shape.rotary_dim;
-    multiply_head(l.keys[size_t(head)], queries + head * size, queries_stride(), all.count(), l.rank,
-                  absorbed + head * shape.head_dim, attended_width());
+    multiply_head(l.keys[size_t(head)], queries + head * size, queries_stride(), all.count(),
+                  l.rank, absorbed + head * shape.head_dim, attended_width());
     for (int64_t m = 0; m < all.count(); ++m) {
       float* const to = absorbed + m * attended_width() + head * shape.head_dim + l.rank;
       std::copy_n(queries + m * queries_stride() + head * size + l.plain, shape.rotary_dim, to);
@@ -734,7 +735,8 @@ struct Decoder::Job {
     for (int64_t begin = 0; begin < rows; begin += kRows) {
       const int64_t some = std::min(kRows, rows - begin);
       float* const products = scratch().products.floats(some * width);
-      multiply(m, 0, m.panels(), {x + begin * x_stride, x_stride, nullptr, 0, some}, products, width);
+      multiply(m, 0, m.panels(), {x + begin * x_stride, x_stride, nullptr, 0, some}, products,
+               width);
       for (int64_t r = 0; r < some; ++r)
         std::copy_n(products + r * width, count, to + (begin + r) * stride);
     }

@@ -196,7 +196,9 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   std::vector<WeightSpan> spans{{ends.head, s.vocabulary * s.hidden}};
   for (const LayerWeights& l : from) {
     for (const Weights& w : {l.k, l.v}) spans.push_back({w, kv_size * inputs(l)});
-    spans.insert(spans.end(), {{l.q, q_size * inputs(l)}, {l.o, (l.latent.plain > 0 ? s.heads * l.latent.value_dim : q_size) * s.hidden}});
+    spans.insert(spans.end(),
+                 {{l.q, q_size * inputs(l)},
+                  {l.o, (l.latent.plain > 0 ? s.heads * l.latent.value_dim : q_size) * s.hidden}});
     for (const Weights& w : {l.gate, l.up, l.down}) spans.push_back({w, s.intermediate * s.hidden});
     const RecurrentWeights& r = l.recurrent;
     const int64_t outputs = r.delta.value_heads * r.delta.value_dim;

@@ -271,7 +271,9 @@ def _check_routing(file: GgufFile, row: Architecture) -> None:
         return
     at = f"{row.name}.expert"
     count, used = _size(file, f"{at}_count"), _size(file, f"{at}_used_count")
-    groups, chosen = _size(file, f"{at}_group_count", 1), _size(file, f"{at}_group_used_count", 1)
+    groups, chosen = 1, 1
+    if "expert_group_count" in row.options:
+        groups, chosen = _size(file, f"{at}_group_count", 1), _size(file, f"{at}_group_used_count", 1)
     if used > count or chosen > groups or count % groups:
         raise ValueError(
             f"{file.path} is damaged: it chooses {used} of {count} experts, out of {chosen} of {groups} groups"
