@@ -1,5 +1,7 @@
 """RowCache: equal to DynamicCache, unchanged by rollbacks, and safe against wrong use."""
 
+import errno
+
 import numpy as np
 import pytest
 import torch
@@ -382,6 +384,16 @@ def test_storage_on_huge_pages_grows_with_what_it_holds(ids):
     assert torch.equal(expected, found)
 
 
-def test_storage_for_which_there_is_no_room_is_a_memory_error():
-    with pytest.raises(MemoryError, match="no room for 1,152,921,504,606,846,976 bytes"):
-        zeros((1 << 60,), torch.uint8, torch.device("cpu"))
+@pytest.mark.parametrize("error", [OSError(errno.ENOMEM, "Cannot allocate memory"), OverflowError("too large")])
+def test_storage_without_memory_for_huge_pages_is_left_to_torch(monkeypatch, error):
+    """Callers know torch's errors."""
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    kept = zeros((HUGE_PAGE,), torch.float32, torch.device("cpu"))
+    assert kept.shape == (HUGE_PAGE,)
+    assert not kept.any()
+    with pytest.raises(RuntimeError, match="allocate"):
+        zeros((1 << 50,), torch.float32, torch.device("cpu"))

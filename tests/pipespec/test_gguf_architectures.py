@@ -1,5 +1,6 @@
 """Every architecture of the table of GGUF files: the model that was written comes out, and stays in blocks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from transformers.models.nemotron import modeling_nemotron
 from pipespec import Pipeline
 from pipespec.models import families, gguf_config
 from pipespec.models.compat import caches_latents, counts_columns, has_stacked_experts
+from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_architectures import ARCHITECTURES
+from pipespec.models.gguf_models import model_of
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import JoinedLinear, QuantizedExperts, QuantizedLinear
@@ -529,6 +532,12 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("deepseek_v3", "attention.kv_lora_rank", 24, r"attn_kv_a_mqa\.weight is \[40, 64\], and .* \[32, 64\]"),
         ("deepseek_v3", "attention.q_lora_rank", 0, r"has no tensor blk\.0\.attn_q\.weight"),
         ("deepseek_v3", "rope.scaling.attn_factor", 1.5, r"attn_factor is 1\.5, which is not supported with latents"),
+        ("deepseek_v3", "rope.scaling.original_context_length", 0, r"damaged: its deepseek2\.rope\.scaling\.original_context_length is 0"),
+        ("deepseek_v3", "rope.freq_base", 1.0, r"describes no deepseek_v3 model: .*division by zero"),
+        ("deepseek_v3", "expert_group_count", 3, r"damaged: it chooses \d of 8 experts, out of \d of 3 groups"),
+        ("deepseek_v3", "expert_group_count", 0, r"damaged: its deepseek2\.expert_group_count is 0"),
+        ("qwen3_next", "expert_used_count", 7, r"damaged: it chooses 7 of 4 experts, out of 1 of 1 groups"),
+        ("deepseek_v2", "attention.head_count", 3, r"\A[^\n]*(not a multiple of|attn_q\.weight is)[^\n]*\Z"),
         ("lfm2", "shortconv.l_cache", 4, r"shortconv\.conv\.weight is \[64, 3\], and .* \[64, 1, 4\]"),
     ],
 )  # fmt: skip
@@ -538,3 +547,29 @@ def test_sizes_that_do_not_fit_are_named(tmp_path, monkeypatch, case, key, value
     written(case, tmp_path / "m.gguf", "f32")
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("case", "tensor", "shape", "message"),
+    [
+        ("lfm2", "token_embd.weight", (), r"damaged: tensor token_embd\.weight is \[\], and no matrix"),
+        ("lfm2", "token_embd.weight", (1, 64), r"describes no lfm2 model: Padding_idx must be within num_embeddings"),
+        ("qwen3_next", "blk.0.attn_gate.weight", (), r"tensor blk\.0\.attn_gate\.weight is \[\], and this part of \d+ rows"),
+    ],
+)  # fmt: skip
+def test_tensors_of_other_shapes_are_named(tmp_path, case, tensor, shape, message):
+    written(case, tmp_path / "m.gguf", "f32")
+    file = GgufFile.open(tmp_path / "m.gguf")
+    other = replace(file.tensors[tensor], shape=shape)
+    with pytest.raises(ValueError, match=message):
+        model_of(replace(file, tensors={**file.tensors, tensor: other}))
+
+
+def test_sizes_of_one_in_front_change_nothing(tmp_path):
+    model = written("qwen3_5_text", tmp_path / "m.gguf", "f32")
+    file = GgufFile.open(tmp_path / "m.gguf")
+    tensors = {
+        name: replace(tensor, shape=(1, *tensor.shape)) for name, tensor in file.tensors.items() if "ssm" in name
+    }
+    found = model_of(replace(file, tensors={**file.tensors, **tensors}))
+    torch.testing.assert_close(logits(found), logits(model))

@@ -33,10 +33,11 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     # Errors by their numbers: a signal handler's TimeoutError is an OSError, too.
     try:
         memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        if error.errno != errno.ENOMEM:
+    except (OSError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"there is no room for {size:,} bytes of keys and values") from error
+        # Callers that do with less memory know torch's error, not the system's.
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
     try:
         memory.madvise(mmap.MADV_HUGEPAGE)
     except OSError as error:

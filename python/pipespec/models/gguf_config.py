@@ -103,6 +103,10 @@ def gguf_config(file: GgufFile) -> Any:
             f"{file.path}: the architecture {name!r} needs a newer version of transformers (with {row.model_type})"
         )
     _check_keys(file, row)
+    _check_routing(file, row)
+    embedding = tensor_of(file, "token_embd.weight").shape
+    if len(embedding) != 2:
+        raise ValueError(f"{file.path} is damaged: tensor token_embd.weight is {list(embedding)}, and no matrix")
     hidden = _size(file, f"{name}.embedding_length")
     heads = _size(file, f"{name}.attention.head_count")
     latents = _latents(file, row, heads)
@@ -124,7 +128,7 @@ def gguf_config(file: GgufFile) -> Any:
         "head_dim": head_dim,
         "max_position_embeddings": _size(file, f"{name}.context_length"),
         row.eps: _number(file, f"{name}.{row.eps_key}"),
-        "vocab_size": tensor_of(file, "token_embd.weight").shape[0],
+        "vocab_size": embedding[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": token_id(file, "bos"),
         "eos_token_id": token_id(file, "eos"),
@@ -142,16 +146,18 @@ def gguf_config(file: GgufFile) -> Any:
     for key, to in {**row.numbers, **row.options}.items():
         if key in row.numbers or f"{name}.{key}" in file.metadata:
             of_rope = to.startswith("rope.")
-            (config["rope_parameters"] if of_rope else config)[to.removeprefix("rope.")] = _number(
-                file, f"{name}.{key}"
-            )
+            value = _number(file, f"{name}.{key}")
+            if value < 0:
+                raise ValueError(f"{file.path} is damaged: its {name}.{key} is {value}")
+            (config["rope_parameters"] if of_rope else config)[to.removeprefix("rope.")] = value
     if config[row.eps] <= 0:
         raise ValueError(f"{file.path} is damaged: its {name}.{row.eps_key} is {config[row.eps]}")
     config |= _windows(file, row, config) | _recurrent(file, row, config)
     try:
         return AutoConfig.for_model(row.model_type, **config)
-    except (TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{file.path} describes no {row.model_type} model: {error}") from error
+    except (ArithmeticError, TypeError, ValueError, StrictDataclassError) as error:
+        # Those of transformers have several lines.
+        raise ValueError(f"{file.path} describes no {row.model_type} model: {' '.join(str(error).split())}") from error
 
 
 def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
@@ -259,6 +265,21 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
         )
 
 
+def _check_routing(file: GgufFile, row: Architecture) -> None:
+    """Refuse a choice of more experts than there are, or among groups that they do not fill."""
+    if "expert_count" not in row.numbers:
+        return
+    at = f"{row.name}.expert"
+    count, used = _size(file, f"{at}_count"), _size(file, f"{at}_used_count")
+    groups, chosen = 1, 1
+    if "expert_group_count" in row.options:
+        groups, chosen = _size(file, f"{at}_group_count", 1), _size(file, f"{at}_group_used_count", 1)
+    if used > count or chosen > groups or count % groups:
+        raise ValueError(
+            f"{file.path} is damaged: it chooses {used} of {count} experts, out of {chosen} of {groups} groups"
+        )
+
+
 def _size(file: GgufFile, key: str, default: int | None = None, least: int = 1, *, zeros: bool = False) -> int:
     """An integer, or a list of one value. ``zeros``: some entries may be 0, those of recurrent layers."""
     found = file.metadata.get(key)
@@ -317,6 +338,8 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     if kind not in ("none", "linear", "yarn") and not longrope:
         raise ValueError(f"{file.path} has a RoPE of the type {kind!r}, which is not supported")
     original = file.integer(f"{scaling}.original_context_length")
+    if original is not None and original < 1:
+        raise ValueError(f"{file.path} is damaged: its {scaling}.original_context_length is {original}")
     attention = file.number(f"{scaling}.attn_factor") or 1.0
     if longrope:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}

@@ -77,11 +77,12 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
             tensor, order = _fitting(file, at, parameter.shape, f"{name}.{leaf}"), rows_of(row, config, inner, leaf)
             if tensor.type in FLOATS:
                 is_offset = "norm" in part and leaf == "weight" and not inner.startswith("linear_attn")
-                floats = _in_order(_floats(file, tensor), heads).sub_(row.norm_offset if is_offset else 0.0)
+                floats = _floats(file, tensor).view(parameter.shape)
+                floats = _in_order(floats, heads).sub_(row.norm_offset if is_offset else 0.0)
                 floats = floats if order is None else floats[order]
                 floats = floats if columns is None else floats[:, columns]
                 floats = _logarithms(file, tensor, floats) if leaf == "A_log" else floats
-                made = floats.to(stored).view(parameter.shape)
+                made = floats.to(stored)
                 if leaf in module._parameters:
                     module._parameters[leaf] = nn.Parameter(made, requires_grad=False)
                 else:
@@ -122,21 +123,21 @@ def _special(
         return _experts(file, layer, module, dtype, used, source)
     # The first files of Qwen3-Next have one matrix of both.
     if name.endswith("in_proj_qkvz") and f"{layer}.ssm_in.weight" not in file.tensors:
-        return _joined(file, layer, module, rows_by_head(config), dtype, used, source)
+        return _joined(file, layer, module, config, dtype, used, source)
     return _keys_and_values(file, layer, module, config, dtype, used) if name.endswith("kv_b_proj") else None
 
 
 def _joined(
-    file: GgufFile, layer: str, own: Any, order: torch.Tensor, dtype: torch.dtype, used: set[str], source: GgufFile
+    file: GgufFile, layer: str, own: Any, config: Any, dtype: torch.dtype, used: set[str], source: GgufFile
 ) -> nn.Module:
-    """The queries, keys and values of a gated delta net and its gates, which are one matrix in transformers and two in files. ``order``: of their rows."""
-    rows, columns = own.weight.shape
-    gates = tensor_of(file, f"{layer}.attn_gate.weight").shape[0]
+    """The queries, keys and values of a gated delta net and its gates, which are one matrix in transformers and two in files."""
+    (rows, columns), order = own.weight.shape, rows_by_head(config)
+    gates = config.linear_num_value_heads * config.linear_value_head_dim
     parts: list[Any] = []
     for name, count in (("attn_qkv", rows - gates), ("attn_gate", gates)):
         at = f"{layer}.{name}.weight"
         used.add(at)
-        tensor = _fitting(file, at, (count, columns), f"this part of {rows} rows")
+        tensor = replace(_fitting(file, at, (count, columns), f"this part of {rows} rows"), shape=(count, columns))
         if tensor.type in FLOATS:
             parts.append(StackedLinear(_floats(file, tensor).to(dtype)))
         else:

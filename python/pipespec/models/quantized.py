@@ -394,10 +394,20 @@ def filled(
         fill: gives a module, by its name, the parameters that are stored, and returns it, or the module that takes its place.
 
     Raises:
-        ValueError: a parameter is not stored: the message names it.
+        ValueError: a parameter is not stored: the message names it. Or the configuration has sizes of which transformers makes no model.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except (
+        ArithmeticError,
+        AssertionError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # of sizes that fit nothing
+        text = " ".join(str(error).split())
+        raise ValueError(f"{source} describes no {config.model_type} model: {text}") from error
     base: Any = model.model
     # Buffers are computed, not loaded. In transformers 5.0 some attentions have a rotary embedding of their own.
     for module in list(model.modules()):
