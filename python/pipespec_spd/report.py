@@ -74,8 +74,8 @@ class SpeculativeReport(Report):
     def traced(self) -> Mapping[str, np.ndarray]:
         raise NotImplementedError("SPD keeps no trace of single steps; see phases and stage_seconds")
 
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {
+    def _derived(self) -> dict[str, Any]:
+        return super()._derived() | {
             "acceptance_rate": self.acceptance_rate,
             "tokens_per_cycle": self.tokens_per_cycle,
             "equivalent_accepted_length": self.equivalent_accepted_length,

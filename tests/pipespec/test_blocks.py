@@ -152,6 +152,10 @@ def test_what_a_folder_holds(folder, tmp_path) -> None:
         ({"dflash_config": {"projector_type": "domino"}}, "projector_type is 'domino'"),
         ({"architectures": ["DFlash2DraftModel"]}, "of DFlash2"),
         ({"markov_rank": 4, "markov_head_type": "other"}, "markov_head_type is 'other'"),
+        ({"layer_types": ["linear_attention"] * 2}, "layers of the types 'linear_attention'"),
+        ({"layer_types": ["sliding_attention"] * 2}, "no sliding_window"),
+        ({"head_dim": 0}, "describes no block drafter that can be read"),
+        ({"rope_parameters": {"rope_type": "dynamo"}}, "describes no block drafter that can be read"),
         ({"model_type": "gemma"}, "its layers are those of 'gemma'"),
         (
             {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
@@ -243,6 +247,31 @@ def test_one_forward_per_round(folder, target, monkeypatch) -> None:
         verifying = pipe.report.stages[-1]
         assert pipe.report.stages[0].steps > len(ran)
         assert len(ran) <= verifying.steps
+
+
+def test_rows_whose_blocks_are_used_up_unevenly(folder, target, monkeypatch) -> None:
+    """A row begins a new block while another one takes a later column of its own."""
+    ids, mask = left_pad(random_prompts(3, seed=2, shortest=3, longest=20))
+    call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 40, "pad_token_id": 0, "do_sample": False}
+    with Pipeline(target, schedule="plain") as plain:
+        expected = plain.generate(ids, **call)
+    texts = {tuple(row[gaps:][:3].tolist()): row[gaps:] for row, gaps in zip(expected, (mask == 0).sum(1), strict=True)}
+    logits_of = BlockStage._logits_of
+
+    def foreseen(stage: BlockStage, count: int) -> torch.Tensor:
+        """Logits by which two of three columns draft the right token."""
+        logits = logits_of(stage, count)
+        for row, (n, _) in enumerate(stage._blocks):
+            text = texts[tuple(stage._text[row, :3].tolist())]
+            for column in range(min(count, len(text) - n)):
+                if (7 * n + column + row) % 3:
+                    logits[row, column, text[n + column]] += 1000
+        return logits
+
+    monkeypatch.setattr(BlockStage, "_logits_of", foreseen)
+    with Pipeline(target, [folder, "ngram"], lookahead=2, graphs=False) as pipe:
+        assert torch.equal(pipe.generate(ids, **call), expected)
+        assert pipe.report.stages[-1].accepted > 0
 
 
 def test_drafts_after_a_reused_prompt_and_a_given_cache(target, folder, monkeypatch) -> None:

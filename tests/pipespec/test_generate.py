@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
@@ -216,6 +217,8 @@ def test_the_report_adds_up(model):
             assert stage.fed >= stage.drafted + stage.steps
             if place == 0:
                 assert stage.drafted == 0
+        record = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+        assert record["gain"] is record["stages"][0]["acceptance_rate"] is None  # not known
         assert set(report.to_dict()) >= {"schedule", "tokens", "stages", "tokens_per_second"}
         assert "target" in str(report)
     perfect = Pipeline(model, always_right(model), lookahead=4, schedule="lockstep")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -125,7 +125,8 @@ class Report:
     @property
     def decoding_tokens_per_second(self) -> float:
         """Tokens after the first of each row, by the time after it; NaN where there are none."""
-        return (self.tokens - self.rows) / self.decoding_seconds if self.tokens > self.rows else float("nan")
+        later, seconds = self.tokens - self.rows, self.decoding_seconds
+        return later / seconds if later > 0 and seconds > 0 else float("nan")
 
     @property
     def gain(self) -> float:
@@ -135,8 +136,16 @@ class Report:
         return self.decoding_tokens_per_second * self.plain_step_seconds
 
     def to_dict(self) -> dict:
-        """All figures but the trace, derived ones included, ready for JSON."""
-        out = asdict(replace(self, trace=None)) | {
+        """All figures but the trace, derived ones included, ready for JSON: those that are not known (NaN) are None."""
+        out = {**asdict(replace(self, trace=None)), **self._derived()}
+        del out["trace"]
+        for entry, stage in zip(out["stages"], self.stages, strict=True):
+            entry |= {"acceptance_rate": stage.acceptance_rate, "accepted_length": stage.accepted_length}
+        return _without_nan(out)
+
+    def _derived(self) -> dict[str, Any]:
+        """The figures of :meth:`to_dict` that are properties."""
+        return {
             "tokens_per_second": self.tokens_per_second,
             "decoding_tokens_per_second": self.decoding_tokens_per_second,
             "gain": self.gain,
@@ -144,10 +153,6 @@ class Report:
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "acceptance_histogram": self.acceptance_histogram,
         }
-        del out["trace"]
-        for entry, stage in zip(out["stages"], self.stages, strict=True):
-            entry |= {"acceptance_rate": stage.acceptance_rate, "accepted_length": stage.accepted_length}
-        return out
 
     def save_trace(self, path: Path | str) -> None:
         """Write the steps of all stages as JSON for https://ui.perfetto.dev. Raises ``ValueError`` without a trace."""
@@ -218,6 +223,15 @@ def stage_report(
         translated=None if translated is None else translated[0],
         lost=0 if translated is None else translated[1],
     )
+
+
+def _without_nan(figures: Any) -> Any:
+    """The same, with None for NaN, which JSON does not have."""
+    if isinstance(figures, dict):
+        return {name: _without_nan(value) for name, value in figures.items()}
+    if isinstance(figures, (list, tuple)):
+        return type(figures)(map(_without_nan, figures))
+    return None if isinstance(figures, float) and math.isnan(figures) else figures
 
 
 own_report: ContextVar[Report | None] = ContextVar("own_report", default=None)

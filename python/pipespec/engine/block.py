@@ -107,6 +107,12 @@ def _read(record: dict[str, Any], where: str) -> BlockConfig:
         raise ValueError(f"a block of {size} columns, with the mask token {mask} of {block.vocab_size}")
     types = getattr(block, "layer_types", None) or ["full_attention"] * block.num_hidden_layers
     sliding = [kind == "sliding_attention" for kind in types]
+    if unread := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"it has layers of the types {', '.join(map(repr, sorted(unread)))}; those with attention are read"
+        )
+    if any(sliding) and not block.sliding_window:
+        raise ValueError("it has sliding_attention layers and no sliding_window")
     is_causal = False if own.get("sliding_window_non_causal") else own.get("is_causal")
     rank = int(own.get("markov_rank") or 0)
     markov = str(own.get("markov_head_type") or _MARKOV[0]).lower() if rank else ""
@@ -234,9 +240,13 @@ class BlockDrafter(TargetReader):
         config.require(target.config)
         weights = read_weights(folder)
         named = {name: value for name, value in weights.items() if not name.startswith(_UNUSED)}
-        drafter = cls(
-            config, has_embedding="embed_tokens.weight" in weights, has_head="lm_head.weight" in weights
-        )  # fmt: skip
+        own = {"has_embedding": "embed_tokens.weight" in weights, "has_head": "lm_head.weight" in weights}
+        try:
+            drafter = cls(config, **own)
+        except DAMAGE as error:
+            raise ValueError(
+                f"{config.where}: its {CONFIG} describes no block drafter that can be read: {type(error).__name__}: {error}"
+            ) from error
         fill(drafter, named, f"{config.where}: its weights are not those of its {CONFIG}")
         drafter.choose_tokens(weights.get("d2t"), weights.get("t2d"))
         drafter.place(target, dtype, weights["fc.weight"].dtype)

@@ -85,7 +85,7 @@ class BlockStage(HeadStage):
             self._grow(cache, max(cache.lengths) + self.model.config.size)
             anchors = torch.tensor([token for _, token in blocks], device=self._device)
             self._hidden, self._blocks = self.model(anchors, cache), blocks
-            self._bases = self._logits_of(max(self._wanted, *columns, 1))
+            self._bases = self._logits_of(max(self._wanted, max(columns) + 1))
         elif max(columns) >= self._bases.shape[1]:
             self._bases = self._logits_of(self.model.config.drafted)
         logits = self._bases[torch.arange(cache.rows), columns]

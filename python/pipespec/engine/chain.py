@@ -162,7 +162,9 @@ def as_draft(given: Any) -> DraftSpec:
         return given
     for row in DRAFTS:
         kind = row.spec_class()
-        spec: DraftSpec | None = kind() if isinstance(given, str) and given == row.name else kind.recognise(given)
+        spec: DraftSpec | None = (
+            kind() if isinstance(given, str) and given and given == row.name else kind.recognise(given)
+        )
         if spec is not None:
             return spec
     raise TypeError(f"{given!r} is no draft")
