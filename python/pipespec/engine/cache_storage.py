@@ -22,11 +22,7 @@ HUGE_PAGE = 2 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner.
-
-    Raises:
-        MemoryError: There is no room for them.
-    """
+    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
