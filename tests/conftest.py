@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from pipespec import trust
 from pipespec.schedules import base
 from pipespec.schedules.asynchronous import local
-from tests.support.worker_forks import WorkerForks
+from tests.support.worker_forks import FRESH, WorkerForks
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -179,8 +179,8 @@ def drafts_of(node: pytest.Item | pytest.Collector) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
         for name in LIMITS:
             patch.setattr(local, name, SECONDS)
-        if node.get_closest_marker("fresh_drafts") is None:
-            patch.setattr(local, "_started", lambda fd: worker_forks().start(fd))
+        is_fresh = node.get_closest_marker("fresh_drafts") is not None
+        patch.setattr(local, "_started", FRESH if is_fresh else lambda fd: worker_forks().start(fd))
         yield
 
 

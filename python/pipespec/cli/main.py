@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             message = str(error).rstrip() if getattr(error, "in_lines", False) else " ".join(str(error).split())
             message = message or type(error).__name__
             if isinstance(error, OSError) and error.filename is not None and error.strerror:
-                message = f"{error.filename}: {error.strerror.lower()}"
+                message = f"{error.filename}: {error.strerror}"
             if not isinstance(error, _INPUT_ERRORS):
                 message = f"{type(error).__name__}: {message}"
             hint = " (`pipespec doctor` checks the installation)" if isinstance(error, ImportError) else ""
