@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 
 from tests.conftest import VOCABULARY
-from tests.pipespec.heads import DRAFTED, HIDDEN
+from tests.pipespec.heads import DRAFTED, HIDDEN, write
 
 LAYERS, HEADS, KV_HEADS, DIM, RANK = 2, 4, 2, 8, 6
 MASK = VOCABULARY - 3
@@ -91,7 +89,7 @@ def write_z_lab(folder: Path, weights: dict[str, torch.Tensor], size: int = 5, *
     """Write a drafter as z-lab does: a config of its layers with ``dflash_config``, whose ``target_layer_ids`` are layers."""
     own = {"block_size": size, "mask_token_id": MASK, "target_layer_ids": [1, 3, 4]} | more.pop("dflash_config", {})
     record = {"architectures": ["DFlashDraftModel"], "dflash_config": own, "num_target_layers": 8} | layers()
-    return _write(folder, weights, record | more)
+    return write(folder, weights, record | more)
 
 
 def write_deepspec(folder: Path, weights: dict[str, torch.Tensor], size: int = 4, **more: Any) -> Path:
@@ -105,7 +103,7 @@ def write_deepspec(folder: Path, weights: dict[str, torch.Tensor], size: int = 4
         "enable_confidence_head": False,
         "markov_rank": 0,
     }
-    return _write(folder, weights, record | layers() | more)
+    return write(folder, weights, record | layers() | more)
 
 
 def write_speculators(
@@ -124,14 +122,7 @@ def write_speculators(
         "aux_hidden_state_layer_ids": [2, 4, 5],
         "markov_rank": 0,
     }
-    return _write(folder, weights, record | more)
-
-
-def _write(folder: Path, weights: dict[str, torch.Tensor], record: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(record))
-    return folder
+    return write(folder, weights, record | more)
 
 
 class Reference:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipespec.engine.head_stage import HeadStage
 from tests.conftest import DEVICE, VOCABULARY
 
 DRAFTED, HIDDEN, LAYERS = 200, 32, 8
@@ -100,7 +102,7 @@ def write_original(folder: Path, weights: dict[str, torch.Tensor], **more: Any) 
     """Write a head as the authors of EAGLE-3 do: one flat config, and ``midlayer``."""
     layer = layer_config(weights, head_dim=more.pop("head_dim", 8))
     record = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFTED} | layer | more
-    return _write(folder, weights, record)
+    return write(folder, weights, record)
 
 
 def write_speculators(folder: Path, weights: dict[str, torch.Tensor], **more: Any) -> Path:
@@ -121,14 +123,37 @@ def write_speculators(folder: Path, weights: dict[str, torch.Tensor], **more: An
         "draft_vocab_size": DRAFTED,
     }
     named = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
-    return _write(folder, named, record | more)
+    return write(folder, named, record | more)
 
 
-def _write(folder: Path, weights: dict[str, torch.Tensor], record: dict[str, Any]) -> Path:
+def write(folder: Path, weights: dict[str, torch.Tensor], record: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(record))
     return folder
+
+
+class Drafted:
+    """Records the logits of each draft token, with the text before it and the number of tokens that the target had committed.
+
+    Args:
+        stage_class: whose steps are recorded.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage_class: type[HeadStage] = HeadStage) -> None:
+        self.found: list[tuple[int, list[int], torch.Tensor]] = []
+        score, found = stage_class._score, self.found
+
+        def recording(stage: HeadStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
+            wide, first = score(stage, fed, cache)
+            for row, n in enumerate(stage._n_select.tolist()):
+                if n and stage._query_lens[row]:
+                    end = int(stage._kv[row] + stage._query_lens[row])
+                    known = stage.block.length(stage.block.target, row)
+                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
+            return wide, first
+
+        monkeypatch.setattr(stage_class, "_score", recording)
 
 
 class Reference:

@@ -180,25 +180,6 @@ def test_a_reduced_vocabulary_needs_its_own_head(target, tmp_path) -> None:
 # ---- what a block drafts
 
 
-class Drafted:
-    """Records the logits of each draft token, with the text before it and the number of tokens that the target had committed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[int, list[int], torch.Tensor]] = []
-        score, found = BlockStage._score, self.found
-
-        def recording(stage: BlockStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
-            wide, first = score(stage, fed, cache)
-            for row, n in enumerate(stage._n_select.tolist()):
-                if n and stage._query_lens[row]:
-                    end = int(stage._kv[row] + stage._query_lens[row])
-                    known = stage.block.length(stage.block.target, row)
-                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
-            return wide, first
-
-        monkeypatch.setattr(BlockStage, "_score", recording)
-
-
 def check_against_reference(found, target, weights, begin=0, **told) -> None:
     """Compare drafts with :class:`blocks.Reference` over the hidden states of transformers' own forward, from the token at ``begin`` on."""
     ends = (m.weight.detach().cpu() for m in (target.get_input_embeddings(), target.get_output_embeddings()))
@@ -223,7 +204,7 @@ def check_against_reference(found, target, weights, begin=0, **told) -> None:
 def test_drafts_are_the_reference_s(shape, native, target, tmp_path, monkeypatch) -> None:
     write, drawn, config, told = shape
     weights = blocks.make_weights(**drawn)
-    path, drafted = write(tmp_path, weights, **config), Drafted(monkeypatch)
+    path, drafted = write(tmp_path, weights, **config), heads.Drafted(monkeypatch, BlockStage)
     ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
     with Pipeline(target, path, lookahead=6, graphs=False, native=native) as pipe:
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
@@ -275,7 +256,7 @@ def test_rows_whose_blocks_are_used_up_unevenly(folder, target, monkeypatch) -> 
 
 
 def test_drafts_after_a_reused_prompt_and_a_given_cache(target, folder, monkeypatch) -> None:
-    drafted, told = Drafted(monkeypatch), {"size": 5, "from_anchor": False}
+    drafted, told = heads.Drafted(monkeypatch, BlockStage), {"size": 5, "from_anchor": False}
     prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
     with Pipeline(target, folder, lookahead=2, graphs=False) as pipe:
         text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)

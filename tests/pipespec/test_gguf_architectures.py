@@ -72,15 +72,8 @@ OF_DELTA = {
     "ssm.inner_size": 192,
     "full_attention_interval": 4,
 }
-LATENTS = {
-    "head_dim": 8,
+ROUTED = {
     "num_hidden_layers": 3,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
@@ -88,17 +81,28 @@ LATENTS = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
-OF_LATENTS = {
-    "attention.kv_lora_rank": 32,
-    "attention.key_length": 40,
-    "attention.value_length": 16,
-    "rope.dimension_count": 8,
+OF_ROUTED = {
     "expert_count": 8,
     "expert_used_count": 3,
     "expert_shared_count": 2,
     "expert_feed_forward_length": 32,
     "leading_dense_block_count": 1,
     "expert_weights_scale": 2.5,
+}
+LATENTS = ROUTED | {
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}
+OF_LATENTS = OF_ROUTED | {
+    "attention.kv_lora_rank": 32,
+    "attention.key_length": 40,
+    "attention.value_length": 16,
+    "rope.dimension_count": 8,
 }
 OF_SPLIT_LATENTS = {
     "attention.q_lora_rank": 32,
@@ -124,6 +128,8 @@ OF_LATENT_YARN = {
     "rope.scaling.original_context_length": 32,
     "rope.scaling.yarn_log_multiplier": 0.0707,
 }
+SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+OF_SCALES = {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0}
 SECTIONS = {"rope.dimension_sections": [2, 1, 1, 0]}
 CASES = {
     "llama": ({}, {}),
@@ -169,27 +175,8 @@ CASES = {
         OF_LATENTS | {"attention.q_lora_rank": 32, "expert_gating_func": 2},
     ),
     "dots1": (
-        {
-            "num_hidden_layers": 3,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 3,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "sliding_window": None,
-        },
-        {
-            "expert_count": 8,
-            "expert_used_count": 3,
-            "expert_shared_count": 2,
-            "expert_feed_forward_length": 32,
-            "leading_dense_block_count": 1,
-            "expert_weights_scale": 2.5,
-            "expert_weights_norm": True,
-            "expert_gating_func": 2,
-        },
+        ROUTED | {"norm_topk_prob": True, "sliding_window": None},
+        OF_ROUTED | {"expert_weights_norm": True, "expert_gating_func": 2},
     ),
     "lfm2": (
         {
@@ -230,32 +217,10 @@ CASES = {
     ),
     "glm4": (PARTIAL, {}),
     "glm4 with biases": (PARTIAL | {"attention_bias": True}, {}),
-    "granite": (
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-        },
-        {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0},
-    ),
+    "granite": (SCALES, OF_SCALES),
     "granitemoe": (
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 2.0,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-        {
-            "attention.scale": 0.3,
-            "embedding_scale": 3.0,
-            "residual_scale": 0.4,
-            "logit_scale": 2.0,
-            "expert_count": 4,
-            "expert_used_count": 2,
-        },
+        SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        OF_SCALES | {"expert_count": 4, "expert_used_count": 2},
     ),
     "gpt_oss": (
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": GPT_OSS_YARN},

@@ -14,7 +14,7 @@ from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.cache_storage import Features
 from pipespec.engine.head import DraftHead, HeadConfig, is_head
-from pipespec.engine.head_stage import HeadDraft, HeadStage
+from pipespec.engine.head_stage import HeadDraft
 from pipespec.engine.native import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import step_bytes
@@ -173,26 +173,7 @@ def test_pickled_weights_are_refused(target, tmp_path) -> None:
 # ---- what a head drafts
 
 
-class Drafted:
-    """Records the logits of each draft token, with the text before it and the number of tokens that the target had committed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[int, list[int], torch.Tensor]] = []
-        score, found = HeadStage._score, self.found
-
-        def recording(stage: HeadStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
-            wide, first = score(stage, fed, cache)
-            for row, n in enumerate(stage._n_select.tolist()):
-                if n:
-                    end = int(stage._kv[row] + stage._query_lens[row])
-                    known = stage.block.length(stage.block.target, row)
-                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
-            return wide, first
-
-        monkeypatch.setattr(HeadStage, "_score", recording)
-
-
-class DraftedByColumns(Drafted):
+class DraftedByColumns(heads.Drafted):
     """The same of captured steps, which run uncaptured here."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +229,7 @@ def test_native_drafts_are_those_of_torch(given, tmp_path, monkeypatch) -> None:
     )
     found = []
     for has_native_head in (True, False):
-        drafted = Drafted(monkeypatch)
+        drafted = heads.Drafted(monkeypatch)
         with Pipeline(target, path, **options) as pipe, monkeypatch.context() as patch:
             if not has_native_head:
                 patch.setattr(DraftHead, "parts", refused)
@@ -286,7 +267,7 @@ def refused(head: DraftHead) -> None:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monkeypatch) -> None:
     path, weights = write(tmp_path, form, shape)
-    drafted = (DraftedByColumns if options["graphs"] else Drafted)(monkeypatch)
+    drafted = (DraftedByColumns if options["graphs"] else heads.Drafted)(monkeypatch)
     ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
     with Pipeline(target, path, lookahead=3, **options) as pipe:
         # Sampled, so that some are accepted: later rounds follow rollbacks of different depths.
@@ -315,7 +296,7 @@ def test_the_steps_of_a_captured_round() -> None:
     ids=["native", "torch", "captured"],
 )
 def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder, monkeypatch) -> None:
-    drafted = (DraftedByColumns if options["graphs"] else Drafted)(monkeypatch)
+    drafted = (DraftedByColumns if options["graphs"] else heads.Drafted)(monkeypatch)
     prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
     with Pipeline(target, folder, lookahead=2, **options) as pipe:
         text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)

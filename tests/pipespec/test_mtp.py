@@ -13,9 +13,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 from pipespec import Pipeline
 from pipespec.engine.chain import as_draft
-from pipespec.engine.head_stage import HeadStage
 from pipespec.engine.mtp import MtpDraft
 from tests.conftest import DEVICE, left_pad, random_prompts
+from tests.pipespec import heads
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a draft has failed
 
@@ -98,28 +98,9 @@ def checkpoint(request, tmp_path_factory):
     return folder, make_checkpoint(folder, request.param)
 
 
-class Drafted:
-    """Records the logits of each draft token, with the text before it and the number of tokens that the target had committed."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[int, list[int], torch.Tensor]] = []
-        score, found = HeadStage._score, self.found
-
-        def recording(stage: HeadStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
-            wide, first = score(stage, fed, cache)
-            for row, n in enumerate(stage._n_select.tolist()):
-                if n:
-                    end = int(stage._kv[row] + stage._query_lens[row])
-                    known = stage.block.length(stage.block.target, row)
-                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
-            return wide, first
-
-        monkeypatch.setattr(HeadStage, "_score", recording)
-
-
 def test_the_text_is_the_target_s(checkpoint, monkeypatch) -> None:
     folder, target = checkpoint
-    drafted = Drafted(monkeypatch)
+    drafted = heads.Drafted(monkeypatch)
     ids, mask = left_pad(random_prompts(2, seed=3, shortest=4, longest=9))
     call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, **SAMPLED}
     with Pipeline(target, "mtp", lookahead=3, graphs=False) as pipe, Pipeline(target, schedule="plain") as plain:
@@ -146,7 +127,7 @@ def test_drafts_are_those_of_transformers(family, native, tmp_path, monkeypatch)
     target = make_checkpoint(tmp_path, family)
     patterns = [rf"model\.layers\.{DEPTH}.*"]
     monkeypatch.setattr(target, "_keys_to_ignore_on_load_unexpected", patterns)
-    theirs, drafted = modeling_layers.MtpModel.from_pretrained(target).eval(), Drafted(monkeypatch)
+    theirs, drafted = modeling_layers.MtpModel.from_pretrained(target).eval(), heads.Drafted(monkeypatch)
     ids, mask = left_pad(random_prompts(2, seed=4, shortest=4, longest=9))
     with Pipeline(target, "mtp", lookahead=3, graphs=False, native=native) as pipe:
         pipe.generate(ids, attention_mask=mask, max_new_tokens=10, **SAMPLED)
@@ -207,7 +188,7 @@ class Reference:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_drafts_of_qwen_are_the_reference_s(native, tmp_path, monkeypatch) -> None:
-    target, drafted = make_checkpoint(tmp_path, "qwen3_5_text"), Drafted(monkeypatch)
+    target, drafted = make_checkpoint(tmp_path, "qwen3_5_text"), heads.Drafted(monkeypatch)
     reference = Reference(load_file(tmp_path / "model.safetensors"))
     ids, mask = left_pad(random_prompts(2, seed=4, shortest=4, longest=9))
     with Pipeline(target, "mtp", lookahead=3, graphs=False, native=native) as pipe:
