@@ -303,8 +303,7 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
     if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
     if latent.is_latent(attn):
-        in_pairs = bool(getattr(attn.config, "rope_interleave", False))
-        weights |= {"latent": latent.latent_of(attn, matrix_of, in_pairs=in_pairs), "q": None, "q_bias": None}
+        weights |= {"latent": latent.latent_of(attn, matrix_of), "q": None, "q_bias": None}
     if attn is None:
         weights["recurrent"] = _recurrent(layer)
     elif family.gates_attention:
@@ -354,10 +353,8 @@ def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
 
 
 def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
-    """Bytes that the packed copies of matrices in blocks take, and those of transposed experts. Copies of an attention with latents are not
-    counted. Other matrices are read where they lie."""
+    """Bytes that the copies take: of matrices in blocks, of transposed experts, and of an attention with latents. Other matrices are read where they lie."""
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     modules = [module for _, module in parts.named_modules()]
-    return sum(m.blocks.nbytes for m in modules if isinstance(m, QuantizedLinear)) + sum(
-        map(experts.copied_bytes, modules)
-    )
+    blocks = sum(module.blocks.nbytes for module in modules if isinstance(module, QuantizedLinear))
+    return blocks + sum(experts.copied_bytes(module) + latent.copied_bytes(module) for module in modules)

@@ -21,22 +21,40 @@ def is_latent(attention: Any) -> bool:
     return hasattr(attention, "kv_a_proj_with_mqa")
 
 
-def latent_of(own: Any, matrix: Callable[[Any], Any], *, in_pairs: bool) -> Latent:
-    """What the native decoder takes of an attention.
+def _of_queries(own: Any) -> Any:
+    return own.q_proj if own.q_lora_rank is None else own.q_b_proj
+
+
+def _is_in_pairs(own: Any) -> bool:
+    """Whether the model rotates neighbours, and keeps the halves of what is rotated one after the other."""
+    return bool(getattr(own.config, "rope_interleave", False))
+
+
+def copied_bytes(module: Any) -> int:
+    """Bytes of the matrices of an attention that :func:`latent_of` copies, at most."""
+    if not is_latent(module):
+        return 0
+    both, rows = module.kv_b_proj, [_of_queries(module), module.kv_a_proj_with_mqa] if _is_in_pairs(module) else []
+    size = torch.float32.itemsize if getattr(both, "weight", None) is None else both.weight.itemsize
+    return both.out_features * both.in_features * size + sum(
+        each.weight.nbytes for each in rows if hasattr(each, "weight")
+    )
+
+
+def latent_of(own: Any, matrix: Callable[[Any], Any]) -> Latent:
+    """What the native decoder takes of an attention. Where the model rotates neighbours, the rows are brought into the order of halves.
 
     Args:
         own: the module.
         matrix: of a linear module.
-        in_pairs: the model rotates neighbours, and keeps the halves of what is rotated one after the other. The rows are brought into that order.
     """
     heads, rank, plain, rotated = own.num_heads, own.kv_lora_rank, own.qk_nope_head_dim, own.qk_rope_head_dim
-    of_queries = own.q_proj if own.q_lora_rank is None else own.q_b_proj
     queries, latents, bias = (
-        matrix(of_queries),
+        matrix(_of_queries(own)),
         matrix(own.kv_a_proj_with_mqa),
         _detached(own.kv_a_proj_with_mqa, "bias"),
     )
-    if in_pairs:
+    if _is_in_pairs(own):
         halves = torch.arange(rotated).view(-1, 2).T.reshape(-1)
         head = torch.cat([torch.arange(plain), plain + halves])
         queries = _rows(queries, (torch.arange(heads)[:, None] * (plain + rotated) + head).flatten())
