@@ -114,6 +114,8 @@ class Trial:
 
     def _call(self, i: int, generate: Any, bare: Any) -> str | None:
         def own(*args: Any, **given: Any) -> Any:
+            if self.through_pipeline and bare.generation_config.cache_implementation in ("static", "hybrid"):
+                given = {"cache_implementation": "dynamic"} | given  # theirs has no effect on a pipeline
             return GenerationMixin.generate(bare, *args, **given)
 
         def result(call: Any) -> Any:
@@ -126,6 +128,10 @@ class Trial:
                 return error
 
         wanted = result(own)
+        if getattr(bare.config, "is_causal", True) is False and bare.generation_config.cache_implementation == "static":
+            return (
+                None  # a static cache keeps what earlier calls left behind, and this model reads it: it has no one text
+            )
         if self.beside is None:
             found = result(generate)
         else:
