@@ -31,7 +31,7 @@ from pipespec.checks.memory import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.known import one_call, unknown_reason
+from pipespec.engine.known import one_call, token_of, unknown_reason
 from pipespec.errors import NotKnown, is_final, mark_final, notify_reader_of_failure
 from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
@@ -66,6 +66,7 @@ class BasePipeline(Slots):
         super().__init__()
         self.models = list(models)
         self._causes: set[str] = set()
+        self._runnable: list[object] = []
 
     @property
     def target(self) -> PreTrainedModel:
@@ -251,9 +252,10 @@ class BasePipeline(Slots):
         self._leave_parent()
         check_files(self.models)
         self._check_known()
-        # They may have been moved, cast or hooked since.
-        check_runnable(self.models)
-        check_checkpointing(self.models)
+        if (tokens := list(map(token_of, self.models))) != self._runnable:  # they may have been moved, cast or hooked
+            check_runnable(self.models)
+            check_checkpointing(self.models)
+            self._runnable = tokens
         is_drawn = prepared["generation_config"].do_sample and call_options.seed is None
         with _generator_restored() if is_drawn else nullcontext():
             call = prepare(self.target, input_ids, call_options, **prepared)
