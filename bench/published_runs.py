@@ -22,7 +22,7 @@ import numpy as np
 
 from bench.perf_model import Answers, Schedule, SimulatedPolicy, StageModel, simulate
 from bench.published_logs import LONGEST, PublishedRun, load
-from pipespec.process.table import aligned
+from pipespec.process.progress import aligned
 
 _UNKNOWN = -1
 _EITHER = -2

@@ -37,8 +37,7 @@ from pipespec.cli.options import check_output_folder
 from pipespec.demo import draft_module_path, family_path, prompts
 from pipespec.models.loading import load_model
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.process.progress import quiet_transformers, say, working
-from pipespec.process.table import aligned
+from pipespec.process.progress import aligned, quiet_transformers, say, working
 from pipespec.registry import PLAIN
 from pipespec_train.record_files import is_dataset
 

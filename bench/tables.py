@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.harness import markdown_table, replace_table
 from bench.samples import Sample, StepCounts
-from pipespec.process.table import aligned
+from pipespec.process.progress import aligned
 
 
 @dataclass(kw_only=True)

@@ -44,9 +44,9 @@ class DraftKind:
 TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first one may have another tokenizer")
 DRAFTS = (
     DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", name="ngram", joins=True),
-    DraftKind("pipespec.engine.block_stage:BlockDraft", "the folder of a DFlash or DSpark drafter, as the first one"),
+    DraftKind("pipespec.engine.block:BlockDraft", "the folder of a DFlash or DSpark drafter, as the first one"),
     DraftKind(
-        "pipespec.engine.head_stage:HeadDraft",
+        "pipespec.engine.head:HeadDraft",
         "the folder of an EAGLE-3 head, as the first one",
         captured="pipespec.schedules.graphs.head:GraphedHead",
     ),
@@ -146,7 +146,7 @@ LOCKSTEP = Schedule(
     in_turn=True,
     lookahead=4,  # each draft token is paid for with its own time
     captured="pipespec.schedules.graphs.rounds:RoundsDriver",
-    controlled="pipespec.schedules.controlled:ControlledDriver",
+    controlled="pipespec.schedules.lockstep:ControlledDriver",
 )
 WORKERS = Schedule(
     "workers",

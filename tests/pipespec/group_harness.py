@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline, trust
-from pipespec.checks import memory
+from pipespec.checks import devices
 from pipespec.checks.devices import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.processes import everywhere
@@ -112,11 +112,11 @@ def scenario(schedules: Sequence[str]) -> dict[str, Any]:
     found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=reader))
     found["differ"] = error_of(lambda: pipe.generate(ids + rank, max_new_tokens=4))
 
-    facts = memory.device_facts
+    facts = devices.device_facts
     if rank == dist.get_world_size() - 1:
-        memory.device_facts = lambda names: [DeviceFacts("cpu", 1, 1)]
+        devices.device_facts = lambda names: [DeviceFacts("cpu", 1, 1)]
     found["no memory"] = error_of(lambda: pipe.generate(ids, max_new_tokens=400))
-    memory.device_facts = facts
+    devices.device_facts = facts
     padded = torch.tensor([[5, 6, 0], [5, 6, 7]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     found["right padding"] = error_of(lambda: pipe.generate(padded, attention_mask=mask, max_new_tokens=2))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipespec.engine.head_stage import HeadStage
+from pipespec.engine.head import HeadStage
 from tests.conftest import DEVICE, VOCABULARY
 
 DRAFTED, HIDDEN, LAYERS = 200, 32, 8

@@ -12,8 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from pipespec import Pipeline
-from pipespec.engine.block import BlockConfig, BlockDrafter, kind_of_block
-from pipespec.engine.block_stage import BlockStage
+from pipespec.engine.block import BlockConfig, BlockDrafter, BlockStage, kind_of_block
 from pipespec.engine.chain import as_draft
 from pipespec.engine.controller import Controller
 from pipespec.engine.head import is_head

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
+from pipespec.schedules.asynchronous.messages import Channel, ChannelError, Closed
 from tests.support.processes import few_descriptors
 
 

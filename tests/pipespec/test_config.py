@@ -12,7 +12,7 @@ import torch
 import pipespec
 from pipespec import Pipeline, config, registry
 from pipespec.config import SpeculationConfig
-from pipespec.engine.head_stage import HeadDraft
+from pipespec.engine.head import HeadDraft
 from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.stage import ModelDraft
 from pipespec.engine.translation import TranslatedDraft

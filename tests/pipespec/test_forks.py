@@ -22,7 +22,7 @@ from pipespec import Pipeline, attach, detach, trust
 from pipespec.models.loading import load_model
 from pipespec.process.threads import lowered_threads, renew_pool, target_threads
 from pipespec.schedules.asynchronous import local
-from pipespec.schedules.asynchronous.channel import Channel
+from pipespec.schedules.asynchronous.messages import Channel
 from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory, StateBlock
 from tests.conftest import noisy, random_llama, random_prompts

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.head import DraftHead, HeadConfig, is_head
-from pipespec.engine.head_stage import HeadDraft
+from pipespec.engine.head import DraftHead, HeadConfig, HeadDraft, is_head
 from pipespec.engine.native import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import step_bytes

@@ -26,7 +26,7 @@ from pipespec import Pipeline
 from pipespec.process import threads
 from pipespec.process.threads import lowered_threads, target_threads
 from pipespec.schedules.asynchronous import local
-from pipespec.schedules.asynchronous.channel import Channel
+from pipespec.schedules.asynchronous.messages import Channel
 from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.checks.devices import DeviceFacts
-from pipespec.checks.memory import HEADROOM, cache_bytes, check_memory
+from pipespec.checks.devices import HEADROOM, DeviceFacts, cache_bytes, check_memory
 from pipespec.checks.support import check_shareable
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
@@ -70,7 +69,7 @@ def test_the_caches_of_a_call_must_fit_beside_what_is_there(model, monkeypatch):
             "cuda:0": lambda: DeviceFacts("cuda:0", total, free),
             "cuda:1": lambda: DeviceFacts("cuda:1", total, total),
         }
-        monkeypatch.setattr("pipespec.checks.memory.device_facts", lambda names: [facts[name]() for name in names])
+        monkeypatch.setattr("pipespec.checks.devices.device_facts", lambda names: [facts[name]() for name in names])
         check_memory(models, rows=2, longest=10, limit=limit, **options)
 
     per_token = 2 * CacheLayout.of(model.config).bytes_for(1, 1, torch.float32)

@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCrite
 
 from pipespec import NgramDraft
 from pipespec.engine.chain import DraftSpec
-from pipespec.engine.head_stage import HeadDraft
+from pipespec.engine.head import HeadDraft
 from pipespec.engine.proposer import ProposerDraft
 from pipespec.engine.translation import TranslatedDraft
 from pipespec.registry import LOCKSTEP, SCHEDULES, Schedule, has_captured_form

@@ -27,7 +27,7 @@ from pipespec.api.output import complete, output_of, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
 from pipespec.api.report import Report, own_report
 from pipespec.api.slots import Slots, keep_to_one_thread
-from pipespec.checks.memory import check_memory, shortage_explained
+from pipespec.checks.devices import check_memory, shortage_explained
 from pipespec.checks.models import check_rope
 from pipespec.checks.support import check_checkpointing, check_runnable
 from pipespec.engine.inputs import stage_names
@@ -37,8 +37,7 @@ from pipespec.models.compat import callers_cache
 from pipespec.models.devices import LayerDevices
 from pipespec.models.properties import reset_rope
 from pipespec.models.quantized import check_files
-from pipespec.process import shutdown
-from pipespec.process.signals import handlers_watched, is_handlers_error
+from pipespec.process.interrupts import handlers_watched, is_handlers_error, program_end_awaited, raise_program_end
 from pipespec.process.threads import renew_pool
 from pipespec.schedules.base import GenerationRequest, warn_of_speed, warn_of_stale_text
 
@@ -248,7 +247,7 @@ class BasePipeline(Slots):
 
     def _decode_here(self, input_ids: torch.Tensor, call_options: CallOptions, prepared: dict[str, Any]) -> Any:
         """Run a call in this slot. Raises ``NotKnown`` where unknown code takes part."""
-        shutdown.check()
+        raise_program_end()
         self._leave_parent()
         check_files(self.models)
         self._check_known()
@@ -330,7 +329,7 @@ class BasePipeline(Slots):
         keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.checks.memory.check_memory`. The caches of a call are there already if the one before had its size."""
+        """See :func:`pipespec.checks.devices.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
         is_kept = request.cache is None
@@ -347,7 +346,13 @@ class BasePipeline(Slots):
 @contextmanager
 def _around_call(streamer: Any) -> Iterator[None]:
     """Around a call of ``generate()``, whose errors go to the reader of ``streamer``, too."""
-    with notify_reader_of_failure(streamer), shortage_explained(), shutdown.call(), handlers_watched(), one_call():
+    with (
+        notify_reader_of_failure(streamer),
+        shortage_explained(),
+        program_end_awaited(),
+        handlers_watched(),
+        one_call(),
+    ):
         renew_pool()
         try:
             yield

@@ -20,7 +20,7 @@ from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
-from pipespec.process import shutdown
+from pipespec.process.interrupts import raise_program_end
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 
@@ -52,7 +52,7 @@ class _NoiseProcessor:
         self.seconds_to_first: float | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        shutdown.check()
+        raise_program_end()
         self.ids = input_ids
         if self.seconds_to_first is None:
             self.seconds_to_first = time.perf_counter() - self.began

@@ -17,15 +17,15 @@ from pipespec.checks.devices import Devices, Weights, arrange, weights_of_each
 from pipespec.checks.models import check_chain, check_exact, vocabulary_of
 from pipespec.checks.support import cost_of_width
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
+from pipespec.engine.cached_text import forward_group
 from pipespec.engine.chain import DraftSpec, as_draft
 from pipespec.engine.inputs import stage_names
-from pipespec.engine.resumable import forward_group
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
 from pipespec.models.adapters import without_wrapper
 from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
 from pipespec.models.loading import gguf_path, load_config, load_model
 from pipespec.models.quantized import with_kv_of
-from pipespec.process.signals import handlers_watched, raise_handlers_error
+from pipespec.process.interrupts import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
 from pipespec.schedules.base import Driver, GenerationRequest, make_driver, warn_of_speed
 

@@ -12,7 +12,7 @@ import torch
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
-from pipespec.process import shutdown
+from pipespec.process.interrupts import raise_program_end
 from pipespec.schedules.base import TextSource
 
 
@@ -179,7 +179,7 @@ class Progress:
 
     def on_commit(self, source: TextSource) -> None:
         """Check the new tokens of a step against the criteria, then stream them."""
-        shutdown.check()
+        raise_program_end()
         if not self.seconds_to_first:
             self.seconds_to_first = time.perf_counter() - self._began
         self._check_model()

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text, require_text
 from pipespec.config import SpeculationConfig
-from pipespec.process.progress import quiet_transformers, say, working
+from pipespec.process.progress import aligned, quiet_transformers, say, working
 from pipespec.process.records import parse_json
-from pipespec.process.table import aligned
 from pipespec.registry import LOCKSTEP, PLAIN
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from pipespec.api.base import BasePipeline
 from pipespec.api.pipeline import Pipeline
 from pipespec.api.text import TextStream
 from pipespec.demo import Family, load_family, prompts
-from pipespec.process.progress import RemainingWork, quiet_transformers, working
-from pipespec.process.table import aligned
+from pipespec.process.progress import RemainingWork, aligned, quiet_transformers, working
 from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
 
 

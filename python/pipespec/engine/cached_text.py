@@ -1,9 +1,10 @@
-"""CachedText: a model, its cache, and the text whose keys and values the cache holds."""
+"""CachedText: a model, its cache, and the text whose keys and values the cache holds. A call begins with what earlier ones have read (ResumableText)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,17 +12,290 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.forward import described, forward, forward_row, wide_columns
+from pipespec.engine.cache_storage import Features
+from pipespec.engine.form import Form
+from pipespec.engine.forward import described, form_of, forward, forward_row, recheck, wide_columns
 from pipespec.engine.inputs import StageInputs
-from pipespec.engine.known import NATIVE
+from pipespec.engine.known import NATIVE, token_of
 from pipespec.engine.native import NativeForm
-from pipespec.engine.resumable import ResumableText
-from pipespec.models.devices import input_device
+from pipespec.engine.prefixes import NOT_KEPT, KeptText, Origin, PrefixStore, Source, WeightWatch, numeric_settings
+from pipespec.engine.runtime import runtime_of
+from pipespec.engine.sampling import common_length
+from pipespec.models.devices import input_device, tensor_parallel_size
 from pipespec.models.properties import embedding_size
 from pipespec.process.progress import note_reading
 
+if TYPE_CHECKING:
+    from pipespec.engine.group import ForwardGroup
+
+
 PROMPT_TAIL = 64
 """Tokens of a prompt that a draft reads if it begins late. The rest hardly helps it, and would delay the text."""
+
+
+def forward_group(model: PreTrainedModel) -> ForwardGroup | None:
+    """The processes that share a model's tensors; None for one that is whole in this process. All pipelines on a model share it."""
+    if tensor_parallel_size(model) == 1:
+        return None
+    runtime = runtime_of(model)
+    if runtime.group is None:
+        from pipespec.engine.group import ForwardGroup
+
+        runtime.group = ForwardGroup(model)
+    found: ForwardGroup = runtime.group
+    return found
+
+
+class ResumableText:
+    """A model, its cache, and the text that the cache holds, from call to call.
+
+    After a call both are kept, see :class:`pipespec.engine.prefixes.PrefixStore`. The next call takes over or copies the longest prefix that each of its rows
+    has in common with a kept text, and reads the rest.
+
+    **The text is the same with and without a kept prefix.** Where the bits of keys and values do not depend on how many columns a forward has (the native
+    form), a prefix ends anywhere, within tokens that a call has generated, too. Elsewhere prompts are read in chunks that begin at multiples of
+    ``StageInputs.chunk``, and a prefix ends at the last such boundary up to which a prompt was read: steps are narrower, so what they have written is
+    read again. Where rows of a batch are read together, a prefix is that of the same rows in a batch of as many. Drafts whose bits no text depends on
+    keep whatever agrees.
+
+    Args:
+        model: in eval mode.
+        native: whether the model may run in the native form.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, native: bool = True) -> None:
+        self.model = model
+        self._native = native
+        self._cache: RowCache | None = None
+        # int32 [rows, positions]: the tokens whose keys and values the cache holds, _held[row] of them.
+        self._text = np.zeros((0, 0), dtype=np.int32)
+        self._held: list[int] = []
+        # Per row, the position of the first of these tokens: a draft that begins late skips the beginning of a long prompt.
+        self._skipped: list[int] = []
+        self._store = PrefixStore()
+        # Of the present call's keys and values; None: they are not to be kept.
+        self._made: Origin | None = None
+        self._given: KeptText | None = None
+        self._watch = WeightWatch()
+        self._begun: NativeForm | None = None  # of the present call's forwards
+        self._group = forward_group(model)
+        self._read_to: list[int] = []  # per row, where the part of the prompt ends that is read before the first step
+        self._chunk = 0
+        self.reads_wide = True
+        """Whether the model's own modules read long parts of a prompt, see :func:`pipespec.engine.forward.wide_columns`."""
+        self.needs_same_bits = True
+        """Whether a text depends on the bits of this model, so that a kept prefix must have those of a fresh one."""
+        self.reused = 0
+        """Tokens of the present call's prompts that were not read, as their keys and values were there."""
+        self.published: tuple[Sequence[int], torch.dtype] | None = None
+        """The hidden states that the forwards keep for a draft, and in which dtype, see :class:`pipespec.engine.cache_storage.Features`; None: none."""
+
+    @property
+    def cache(self) -> RowCache | None:
+        """Of the present or last call."""
+        return self._cache
+
+    def adopt(self, cache: RowCache, text: Sequence[np.ndarray]) -> None:
+        """Own a copy of the caller's keys and values. The next prefill continues from what it holds; :meth:`forget` ends that.
+
+        Args:
+            cache: of this model's shape.
+            text: per row, int32 ids of the tokens that it holds.
+        """
+        self._shelve()
+        self._skipped = [0] * len(text)
+        self._set_text(text, max(map(len, text), default=0))
+        self._held = [len(tokens) for tokens in text]
+        self._cache = cache
+        self._given = KeptText(cache, self._text, list(self._held), list(self._skipped), list(self._held), NOT_KEPT)
+
+    def forget(self) -> None:
+        """Let no later call continue from what the cache holds: keys and values of the caller need not be those of their text."""
+        self._made, self._given = NOT_KEPT, None
+
+    @property
+    def begun(self) -> NativeForm | None:
+        """The native form of the present call's forwards; None before the first, and where they run in another one."""
+        return self._begun
+
+    def end_call(self) -> None:
+        """Let go of the native form, which another call may have replaced. The next call does so, too."""
+        self._begun = None
+
+    def release(self) -> None:
+        """Free the cache, and forget the kept texts. The next prefill allocates a new one."""
+        self._cache = self._given = self._made = None
+        self._store.clear()
+        self._watch = WeightWatch()
+
+    def keep_prefixes(self, budget: int | None) -> None:
+        """``budget``: of :class:`pipespec.engine.prefixes.PrefixStore`. A process of a tensor-parallel group keeps none: all would have to keep the same."""
+        self._store.budget = budget if self._group is None else 0
+
+    def tokens_kept(self, prompt: np.ndarray) -> int:
+        """About how many tokens of ``prompt`` (int32 ``[P]``) the next call need not read. Another thread may run a call meanwhile."""
+        texts = [(row, n) for kept in self._store.texts for row, n in zip(kept.text, kept.held, strict=True)]
+        texts += zip(self._text, self._held, strict=False)
+        return max((common_length(row[:n], prompt[:-1]) for row, n in texts), default=0)
+
+    # ---- the beginning of a call
+
+    def _resume(self, inputs: StageInputs) -> tuple[RowCache, list[int]]:
+        """The cache of a call, with what kept texts, or the caller's cache, hold of its prompts. Returns it, and the position up to which it holds each row."""
+        prompts = inputs.prompts
+        self.end_call()
+        given, self._given = self._given, None
+        made: Origin | None = NOT_KEPT
+        if given is None:
+            self._shelve()
+            made, sources = self._find(inputs)
+            taken = self._store.take_over(sources)
+        else:
+            sources = self._of_given(given, prompts)
+            taken = given if sources[0] is not None else None
+        self._made = None  # until cache and text are those of this call
+        held = [0 if source is None else source.used for source in sources]
+        self._skipped = [0 if source is None else source.kept.skipped[source.row] for source in sources]
+        slots = self._in_cache(held)
+        self._cache = cache = self._begin_cache(inputs, sources, taken, slots)
+        cache.take_rows([source and (source.kept.cache, source.row) for source in sources], slots)
+        self._set_text(prompts, inputs.most)
+        self._held, self._read_to = [len(p) - 1 for p in prompts], [len(p) - 1 for p in prompts]
+        self._made, self.reused = made, sum(held)
+        return cache, held
+
+    def _of_given(self, given: KeptText, prompts: Sequence[np.ndarray]) -> list[Source | None]:
+        """What the caller's cache holds of the prompts."""
+        cache = given.cache
+        if cache.rows != len(prompts) or not self._matches(cache):
+            return [None] * len(prompts)
+        # For a cache that is empty, the first forward does so.
+        recheck(self.model, native=self._native)
+        same = [
+            common_length(given.text[r, :n], p[:-1]) for r, (n, p) in enumerate(zip(given.held, prompts, strict=True))
+        ]
+        return [
+            Source(given, r, n, there) for r, (n, there) in enumerate(zip(same, cache.restorable(same), strict=True))
+        ]
+
+    def _begin_cache(
+        self, inputs: StageInputs, sources: Sequence[Source | None], taken: KeptText | None, held: Sequence[int]
+    ) -> RowCache:
+        """The cache for a call, with room for its prompts: that of ``taken``, or another one, into which ``held[r]`` tokens of ``sources`` are to be copied."""
+        rows = len(inputs.prompts)
+        if taken is not None:
+            cache = taken.cache
+            self._lay_features(cache, held)
+            need = max(map(len, inputs.prompts)) + WIDTH
+            if need > cache.capacity:
+                cache.reserve(max(need, min(2 * cache.capacity, inputs.most)))
+            return cache
+        self._cache = None
+        spare = self._store.make_room(rows, inputs.capacity, sources)
+        if spare is None or not (spare.fits(rows, inputs.capacity) and self._matches(spare)):
+            # The old one is freed before the new one is allocated.
+            spare = None
+            spare = self._new_cache(rows, inputs.capacity)
+        spare.reset()
+        spare.features = None
+        self._lay_features(spare, [0] * rows)
+        return spare
+
+    def _new_cache(self, rows: int, capacity: int) -> RowCache:
+        return RowCache.for_model(self.model, rows, capacity)
+
+    def _matches(self, cache: RowCache) -> bool:
+        """Whether the model could run over a cache now. It may have been moved or cast."""
+        return cache.matches(self.model)
+
+    def _lay_features(self, cache: RowCache, held: Sequence[int]) -> None:
+        """Let the forwards keep what a draft reads. ``held``: per row, tokens that the cache has already."""
+        if self.published is None:
+            cache.features = None
+        elif isinstance(cache.features, Features) and cache.features.layers == tuple(self.published[0]):
+            cache.features.begin = [min(pair) for pair in zip(cache.features.begin, held, strict=True)]
+        else:
+            cache.features = Features(self.published[0], held, self.published[1])
+
+    def _set_text(self, text: Sequence[np.ndarray], columns: int) -> None:
+        self._text = np.zeros((len(text), columns), dtype=np.int32)
+        for row, tokens in enumerate(text):
+            self._text[row, : len(tokens)] = tokens
+
+    def _read_by(self, cache: RowCache) -> list[int]:
+        """Per row, the position up to which a cache holds the text."""
+        return [n + skipped for n, skipped in zip(cache.lengths, self._skipped, strict=True)]
+
+    def _in_cache(self, positions: Sequence[int]) -> list[int]:
+        """The indices of positions of the text in the cache."""
+        return [n - skipped for n, skipped in zip(positions, self._skipped, strict=True)]
+
+    # ---- kept texts
+
+    def _shelve(self) -> None:
+        """Keep the text of the last call. After a call that was interrupted at any place, what the cache holds of it."""
+        cache, self._cache = self._cache, None
+        made, self._made = self._made, None
+        if cache is None:
+            return
+        held = [min(pair) for pair in zip(self._held, self._read_by(cache), strict=True)] if made is not None else []
+        kept = self._to_keep(cache, held) if made is not NOT_KEPT and self._store.takes(held) else None
+        if kept is None or made is None:
+            self._store.spare = cache
+            return
+        whole = [min(n, end) // made.grid * made.grid for n, end in zip(self._read_to, held, strict=True)]
+        self._store.add(KeptText(kept, self._text[:, : max(held)].copy(), held, list(self._skipped), whole, made))
+
+    def _to_keep(self, cache: RowCache, held: Sequence[int]) -> RowCache | None:
+        """The cache that is to hold a kept text: that of its call. None: there is no room for one."""
+        return cache
+
+    def _find(self, inputs: StageInputs) -> tuple[Origin | None, list[Source | None]]:
+        """What the keys and values of a call depend on (None: not known yet), and per row, the kept text with the longest prefix that it may begin with."""
+        store, prompts, none = self._store, inputs.prompts, [None] * len(inputs.prompts)
+        if not store.texts:
+            return None, list(none)
+        if not self._matches(store.texts[-1].cache):
+            # The model was moved or cast since.
+            store.clear()
+            return None, list(none)
+        recheck(self.model, native=self._native)
+        made = self._origin(self._like(), len(prompts))
+        store.retain(lambda kept: kept.origin[:3] == made[:3])
+        among = [kept for kept in store.texts if kept.origin == made]
+        if made.is_shared and len(prompts) > 1:
+            return made, store.find_batch(prompts, among)
+        return made, [store.find(prompt, among) for prompt in prompts]
+
+    def _like(self) -> RowCache:
+        """A cache of the kind over which forwards run."""
+        return self._store.texts[-1].cache
+
+    def _form_of(self, cache: RowCache) -> Form:
+        """The form of the forwards over a cache: one native form within a call."""
+        form = form_of(self.model, cache, native=self._native, begun=self._begun)
+        if isinstance(form, NativeForm):
+            self._begun = form
+        return form
+
+    def _origin(self, cache: RowCache, rows: int) -> Origin:
+        """What the keys and values of a call of so many rows depend on now."""
+        form, model = self._form_of(cache), token_of(self.model)
+        is_native = isinstance(form, NativeForm)
+        is_watched = not is_native and self._store.budget != 0
+        same = (
+            model,
+            type(form) if form.token is None else form.token,
+            self._watch.version(self.model, model) if is_watched else None,
+        )
+        is_wide = is_native and self._group is None and self.reads_wide
+        is_wide = is_wide and wide_columns(self.model, cache, self._chunk, lambda: form) is not None
+        if not self.needs_same_bits or (form.repeats_bits and not is_wide):
+            return Origin(*same)
+        device = cache.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        numerics = (self._chunk, torch.get_num_threads(), autocast, 0 if is_native else rows, numeric_settings())
+        return Origin(*same, numerics, self._chunk, is_shared=not is_native)
 
 
 class CachedText(ResumableText):

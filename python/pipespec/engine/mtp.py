@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pipespec.engine.head_stage import HeadDraft
+from pipespec.engine.head import HeadDraft
 from pipespec.engine.target_reader import ReaderConfig, TargetReader
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import fill, read_stored, weight_files

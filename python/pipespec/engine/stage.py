@@ -20,7 +20,7 @@ from pipespec.engine.forward import native_form_of
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampler import HostSampler
 from pipespec.engine.sampling import ScoreRecord, Step
-from pipespec.process.signals import draft_errors
+from pipespec.process.interrupts import draft_errors
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, StateBlock
 

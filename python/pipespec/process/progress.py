@@ -1,11 +1,11 @@
-"""Progress on stderr, with and without a terminal."""
+"""What the terminal shows: progress on stderr, with and without a terminal, and tables in plain text."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
@@ -155,3 +155,14 @@ def quiet_transformers() -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()
+
+
+def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines of cells in columns: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

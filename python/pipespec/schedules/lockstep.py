@@ -1,9 +1,13 @@
-"""lockstep: all stages in one process and one loop, one after the other. The default on a CPU and on one GPU."""
+"""lockstep: all stages in one process and one loop, one after the other. The default on a CPU and on one GPU.
+
+Without a fixed lookahead, the controller chooses the draft of each round and its number of draft tokens.
+"""
 
 from __future__ import annotations
 
 import functools
 import pickle
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,8 +15,10 @@ from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
+from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.stage import Stage
-from pipespec.process.signals import draft_errors
+from pipespec.models.properties import step_bytes
+from pipespec.process.interrupts import draft_errors
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
 
@@ -104,3 +110,105 @@ def advance(driver: Driver, i: int, lookahead: int | None = None) -> Action:
         with draft_errors(functools.partial(driver.draft_failed, i)):
             action = stage.step(lookahead, max_draft_tokens)
     return action
+
+
+class ControlledDriver(LockstepDriver):
+    """Runs rounds: the draft that the controller chooses proposes tokens, then the target verifies once.
+
+    An inline stage is the last draft. It offers the target its own tokens, or passes on those of the draft models. A draft model that rests reads neither
+    the prompt nor the text, and its next step catches up.
+    """
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        super().__init__(models, config)
+        for stage in self._stages[:-1]:
+            stage.defers = stage.may_defer
+        self._packed = False
+        # The controller runs the inline stage, not the target.
+        self._inline, self.target.upstream = self.target.upstream, None
+        drafts = [draft for draft in config.drafts if not draft.inline]
+        sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
+        read = [step_bytes(models[-1], columns) for columns in range(1, MAX_DRAFT_TOKENS + 2)]
+        relative_cost = sizes / read[0] if drafts else None
+        self._at_once = len(drafts) == 1 and drafts[0].drafts_at_once
+        self.controller = Controller(
+            relative_cost, lambda n: read[min(n, len(read)) - 1] / read[0] - 1, at_once=self._at_once
+        )
+
+    def begin(self, request: GenerationRequest) -> None:
+        super().begin(request)
+        if not self._packed and self.controller.may_draft:
+            # Not within a text: it takes longer than many steps.
+            for stage in self._stages[:-1]:
+                with draft_errors(functools.partial(self.draft_failed, stage.index)):
+                    stage.pack()
+            self._packed = True
+        self._limits = request.inputs.limits
+        if self._inline is not None:
+            self._inline.start(request.inputs.prompts)
+        self.controller.begin()
+
+    def _generate(self, request: GenerationRequest) -> None:
+        super()._generate(request)
+        self.remarks += tuple(self.controller.summary())
+
+    @property
+    def plain_step_seconds(self) -> float | None:
+        return self.controller.target.seconds(1)
+
+    def advance(self) -> Action:
+        """Let the chosen draft propose its tokens, then take one step of the target."""
+        target, block, control = self.target, self.block, self.controller
+        before = [block.length(block.target, row) for row in range(len(self._limits))]
+        choice, matches = Choice(), []
+        reads = not target.has_prompt_logits
+        if reads:
+            if self._inline is not None:
+                matches = self._inline.foresee(MAX_DRAFT_TOKENS)
+            remaining = max(limit - length for limit, length in zip(self._limits, before, strict=True))
+            lag = -1  # no draft model works
+            if len(self.models) > 1 and block.is_alive(len(self.models) - 2):
+                stage = self._stages[-2]
+                lag = stage.lag if stage.defers else 0
+            choice = control.choose(matches, lag, remaining)
+            self._draft(choice)
+        began = time.perf_counter()
+        action = target.step(0, choice.tokens)
+        if action == Action.STEP:
+            if reads:
+                control.note_target(target.port.columns, time.perf_counter() - began)
+            if choice.tokens:
+                after = (block.length(block.target, row) for row in range(len(self._limits)))
+                drafted = target.num_draft_tokens
+                outcome = [(n, min(n, b - a - 1)) for n, a, b in zip(drafted, before, after, strict=True)]
+                control.note_round(choice, matches, outcome)
+        return action
+
+    def _draft(self, choice: Choice) -> None:
+        if choice.source == "model":
+            reads_prompt, began = self._stages[-2].is_deferred, time.perf_counter()
+            while self._draft_step(choice.tokens) == Action.STEP:
+                pass
+            if self._at_once and not reads_prompt:
+                self.controller.note_draft(1, time.perf_counter() - began)
+            if self._inline is not None:
+                self._inline.relay(choice.tokens)
+        elif choice.source:
+            assert self._inline is not None
+            self._inline.fill(choice.tokens)
+
+    def _draft_step(self, lookahead: int) -> Action:
+        """One step of the last draft model, in front of which those before it fill their lookahead."""
+        stage = self._stages[-2]
+        reads_prompt, began = stage.is_deferred, time.perf_counter()
+        action = advance(self, stage.index, lookahead)
+        if action == Action.STEP:
+            seconds = time.perf_counter() - began
+            if reads_prompt:
+                self.controller.note_reading(seconds)
+            elif not self._at_once:
+                self.controller.note_draft(stage.port.columns, seconds)
+            if stage.agreement[1]:
+                self.controller.rates["model"].note_agreement(*stage.agreement)
+                stage.agreement = (0, 0)
+        return action

@@ -21,9 +21,8 @@ from pipespec.checks.support import check_shareable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.originals import is_registered_here
 from pipespec.process.threads import target_threads
-from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
-from pipespec.schedules.asynchronous.messages import Call, Status
+from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, Status
 from pipespec.schedules.asynchronous.weights import share
 from pipespec.schedules.asynchronous.worker import Setup
 from pipespec_kernels.state import SharedMemory, StateBlock

@@ -23,9 +23,8 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.chain import DraftSpec, make_upstream
 from pipespec.engine.stage import Stage
-from pipespec.process.signals import raise_handlers_error
-from pipespec.schedules.asynchronous.channel import Channel, ChannelError, Closed
-from pipespec.schedules.asynchronous.messages import Call, Status
+from pipespec.process.interrupts import raise_handlers_error
+from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, Status
 from pipespec.schedules.asynchronous.weights import SharedWeights
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, SharedMemory, StateBlock

@@ -22,8 +22,8 @@ from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size
+from pipespec.process.interrupts import raise_handlers_error
 from pipespec.process.progress import working
-from pipespec.process.signals import raise_handlers_error
 from pipespec.registry import imported, kind_of
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.head_stage import HeadStage
+from pipespec.engine.head import HeadStage
 from pipespec.engine.inputs import StageInputs
 from pipespec.models.families import state_of
 from pipespec.schedules.graphs.buffers import GraphKey

@@ -15,7 +15,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.process.signals import draft_errors
+from pipespec.process.interrupts import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.driver import GraphedDriver
