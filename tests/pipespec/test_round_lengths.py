@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.schedules.graphs.lengths import LENGTHS, RoundLengths
+from pipespec.schedules.graphs.rounds import LENGTHS, RoundLengths
 from tests.conftest import noisy, random_llama, random_prompts
 
 

@@ -36,7 +36,7 @@ CONVERTED = {
     16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74), 18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 21: ("IQ3_S", 256, 110),
     22: ("IQ2_S", 256, 82), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 40: ("NVFP4", 64, 36),
 }  # fmt: skip
-"""Types whose matrices become other blocks, which hold the same weights (:mod:`pipespec.models.gguf_blocks`): their names, weights and bytes of a block."""
+"""Types whose matrices become other blocks, which hold the same weights (:mod:`pipespec.models.gguf_models`): their names, weights and bytes of a block."""
 
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0"}
 _OLD_LAYOUTS = {

@@ -1,7 +1,10 @@
 """Models out of GGUF files.
 
 The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
-block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
+block becomes float32, or bfloat16 where all matrices of the file are bfloat16. The order of rows and columns may differ from transformers'.
+
+Smaller types have no kernels of their own, and become blocks that hold the same weights. The package gguf knows the grids of the IQ types, so it gives the
+weights; scales are read here. A weight over its scale is then one of at most 16 integers, whose number takes 4 bits.
 """
 
 from __future__ import annotations
@@ -9,12 +12,13 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipespec.errors import user_stacklevel
@@ -25,9 +29,7 @@ from pipespec.models.gguf_architectures import (
     TENSORS,
     Architecture,
 )
-from pipespec.models.gguf_blocks import as_blocks
 from pipespec.models.gguf_config import DRAFTING, ROPE_FACTORS, architecture_of, gguf_config, tensor_of
-from pipespec.models.gguf_order import columns_of, rows_by_head, rows_of
 from pipespec.models.gguf_tokenizer import end_ids
 from pipespec.models.quantized import (
     JoinedLinear,
@@ -38,8 +40,9 @@ from pipespec.models.quantized import (
     has_blocks,
     in_blocks,
 )
+from pipespec_kernels import block_layouts as layouts
 from pipespec_kernels.block_layouts import LARGEST_POWER
-from pipespec_kernels.formats import QuantizedMatrix, dequantize
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, from_codes, from_e2m1
 
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 
@@ -325,3 +328,134 @@ def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     if not heads:
         return tensor
     return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def rows_of(row: Architecture, config: Any, module: str, leaf: str) -> Tensor | None:
+    """The numbers of a weight's rows in the file, in the order of the model.
+
+    Args:
+        row: of the architecture.
+        config: of the model.
+        module: name of the module, after that of its layer.
+        leaf: of the weight in it.
+
+    Returns:
+        int64 ``[rows]``, or None: they lie in the model's order, or pair by pair of a rotation (:class:`pipespec.models.quantized.Blocks`).
+    """
+    part = module.rpartition(".")[2]
+    if not row.tiled or not module.startswith("linear_attn"):
+        return None
+    size = config.linear_value_head_dim
+    if part in ("in_proj_qkv", "conv1d"):
+        first = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        return torch.cat([torch.arange(first), first + _by_group(config, size)])
+    if part == "in_proj_z":
+        return _by_group(config, size)
+    return _by_group(config, 1) if part in ("in_proj_a", "in_proj_b") or leaf in ("A_log", "dt_bias") else None
+
+
+def columns_of(row: Architecture, config: Any, module: str) -> Tensor | None:
+    """:func:`rows_of`, of columns."""
+    is_output = row.tiled and module == "linear_attn.out_proj"
+    return _by_group(config, config.linear_value_head_dim) if is_output else None
+
+
+def _by_group(config: Any, size: int) -> Tensor:
+    """Of ``size`` numbers per head of values, which lie by their place in a group first. A group has one head of keys."""
+    count, keys = config.linear_num_value_heads, config.linear_num_key_heads
+    return torch.arange(count * size).view(count // keys, keys, size).transpose(0, 1).reshape(-1)
+
+
+def rows_by_head(config: Any) -> Tensor:
+    """:func:`rows_of` of Qwen3-Next's ``in_proj_qkvz``: queries, keys, values and gates of all heads follow one another in files, and those of each head of keys in
+    the model."""
+    heads, size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    numbers = torch.arange(2 * heads * size + 2 * values)
+    parts = numbers.split([heads * size, heads * size, values, values])
+    return torch.cat([part.view(heads, -1) for part in parts], 1).reshape(-1)
+
+
+def as_blocks(file: GgufFile, tensor: GgufTensor, factors: Tensor | None = None) -> QuantizedMatrix:
+    """A matrix of a type in :data:`pipespec.models.gguf.CONVERTED`.
+
+    Args:
+        file: holds it.
+        tensor: ``[rows, columns]``.
+        factors: of the weights of NVFP4, float32: each of as many rows as another; None: there are none.
+
+    Raises:
+        ValueError: the package gguf is too old, or scales are not finite: the message names the tensor.
+    """
+    name, _, block_bytes = CONVERTED[tensor.type]
+    stored = file.stored(tensor).view(-1, block_bytes)
+    if name == "NVFP4":
+        # A byte that is no number stands for zero, and a sign for nothing.
+        steps = (
+            (stored[:, :4] & 127)
+            .contiguous()
+            .view(torch.float8_e4m3fn)
+            .float()
+            .nan_to_num(0.0)
+            .view(tensor.shape[0], -1)
+        )
+        if factors is not None:
+            steps = steps * factors.repeat_interleave(len(steps) // len(factors))[:, None]
+        numbers = layouts.nibbles(stored[:, 4:].reshape(-1, 8), 8)
+        return from_e2m1(numbers.view(tensor.shape), steps)
+    head, scales = _SCALES[name](stored)
+    scale = head.contiguous().view(torch.float16).float()
+    if not bool(scale.isfinite().all()):
+        raise ValueError(f"{file.path} is damaged: tensor {tensor.name} has scales that are not finite")
+    weights = file.floats(tensor).view(-1, 16)
+    if scales is None:
+        codes = (weights.view(-1, 256) / torch.where(scale == 0, 1.0, scale)).round().to(torch.int8)
+        return from_codes(codes.view(tensor.shape), scale.view(tensor.shape[0], -1))
+    held, values, step = _TABLES[name[:3] if name != "IQ3_S" else name]
+    scales = (2 * scales + 1).to(torch.int8)
+    of_group = (scale * step * scales).view(-1, 1)
+    codes = (weights / torch.where(of_group == 0, 1.0, of_group)).round().view(-1, 256)
+    blocks = layouts.write_table(codes, values, scales, head)
+    return QuantizedMatrix(FORMATS[held], blocks.view(tensor.shape[0], -1), (tensor.shape[0], tensor.shape[1]))
+
+
+Scales = tuple[Tensor, Tensor | None]
+"""The bytes of the float16 scales ``[n, 2]``, and the scales of groups, as stored: ``[n, 16]``."""
+
+
+def _twice(scales: Tensor) -> Tensor:
+    """Those of 32 weights as those of 16."""
+    return scales.repeat_interleave(2, 1)
+
+
+def _words(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    return stored.contiguous().view(dtype).int()
+
+
+def _of_iq1_m(stored: Tensor) -> Scales:
+    """Four words: each has four scales of three bits, and a quarter of the float16 above them."""
+    words = _words(stored[:, 48:56], torch.int16) & 0xFFFF
+    quarters = (words >> 12) << torch.tensor([0, 4, 8, 12])
+    head = quarters.sum(1, keepdim=True).to(torch.int32).view(torch.uint8)[:, :2]
+    return head, ((words[:, :, None] >> torch.tensor([0, 3, 6, 9])) & 7).view(-1, 16)
+
+
+_SCALES: dict[str, Callable[[Tensor], Scales]] = {
+    "IQ1_S": lambda s: (s[:, :2], _twice(_words(s[:, 34:50], torch.int16) >> 12 & 7)),
+    "IQ1_M": _of_iq1_m,
+    "IQ2_XXS": lambda s: (s[:, :2], _twice(_words(s[:, 2:66], torch.int32)[:, 1::2] >> 28 & 15)),
+    "IQ2_XS": lambda s: (s[:, :2], layouts.fields(s[:, 66:74], 4)),
+    "IQ2_S": lambda s: (s[:, :2], layouts.fields(s[:, 74:82], 4)),
+    "IQ3_XXS": lambda s: (s[:, :2], _twice(_words(s[:, 66:98], torch.int32) >> 28 & 15)),
+    "IQ3_S": lambda s: (s[:, :2], _twice(layouts.fields(s[:, 106:110], 4))),
+    "TQ1_0": lambda s: (s[:, 52:54], None),
+    "TQ2_0": lambda s: (s[:, 64:66], None),
+}
+
+_TABLES = {
+    "IQ1": ("table_iq2", layouts.IQ2, 0.125),
+    "IQ2": ("table_iq2", layouts.IQ2, 0.125),
+    "IQ3": ("table_iq3_xxs", layouts.IQ3_XXS, 0.5),
+    "IQ3_S": ("table_iq3_s", layouts.IQ3_S, 1.0),
+}
+"""By the beginning of a type's name: the blocks, their values, and the factor of both."""

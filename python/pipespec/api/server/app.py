@@ -21,8 +21,7 @@ from pipespec.api.server import messages
 from pipespec.api.server.chat import ChatExchange, line
 from pipespec.api.server.completions import CompletionExchange
 from pipespec.api.server.conversations import Exchange, Model, now
-from pipespec.api.server.errors import Gone, RequestError, anthropic_form, openai_form
-from pipespec.api.server.fields import Fields, parsed_body
+from pipespec.api.server.fields import Fields, Gone, RequestError, anthropic_form, openai_form, parsed_body
 from pipespec.api.server.generation import Generation, collected
 from pipespec.api.server.grammars import Grammars
 from pipespec.api.server.jobs import Job, Jobs

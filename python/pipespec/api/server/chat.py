@@ -17,12 +17,10 @@ from pipespec.api.server.conversations import (
     usage_of,
 )
 from pipespec.api.server.dialects import Piece, ToolCall
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields
-from pipespec.api.server.generation import Answer, Delta, Done
+from pipespec.api.server.fields import Fields, RequestError
+from pipespec.api.server.generation import Answer, Delta, Done, Likelihoods
 from pipespec.api.server.prompts import messages_of, tools_of
 from pipespec.api.server.sampling import logprobs_of, sampling_of
-from pipespec.api.server.scoring import Likelihoods
 
 DONE = "data: [DONE]\n\n"
 """The end of a stream in OpenAI's API."""

@@ -7,12 +7,10 @@ from typing import Any
 
 from pipespec.api.server.chat import DONE, line
 from pipespec.api.server.conversations import Model, new_id, now, usage_of
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields
-from pipespec.api.server.generation import Answer, Ask, Delta, Done
+from pipespec.api.server.fields import Fields, RequestError
+from pipespec.api.server.generation import Answer, Ask, Delta, Done, Likelihood
 from pipespec.api.server.grammars import wanted_format
 from pipespec.api.server.sampling import logprobs_of, sampling_of
-from pipespec.api.server.scoring import Likelihood
 
 
 class CompletionExchange:

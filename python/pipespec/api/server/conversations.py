@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pipespec.api.server.dialects import AnswerParser
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields, RequestError, wrong
 from pipespec.api.server.generation import Answer, Ask, Done
 from pipespec.api.server.grammars import Grammars, check_free_end, forced_calls, wanted_format
 from pipespec.api.server.prompts import Prompts

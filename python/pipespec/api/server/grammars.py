@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipespec.api.server.dialects import Dialect
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields
+from pipespec.api.server.fields import Fields, RequestError
 from pipespec.api.server.prompts import arguments_of
 from pipespec.models.properties import end_tokens, head_size
 from pipespec.process.threads import Lock

@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from pipespec.api.server.errors import Gone, RequestError
+from pipespec.api.server.fields import Gone, RequestError
 from pipespec.api.server.metrics import ServerMetrics
 from pipespec.process.progress import say
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from pipespec.api.server.conversations import Model, Tools, ask_of_chat, new_id
 from pipespec.api.server.dialects import Piece, ToolCall
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields, RequestError, wrong
 from pipespec.api.server.generation import Answer, Ask, Delta, Done
 from pipespec.api.server.prompts import function_tool, messages_of, part_text
 from pipespec.api.server.sampling import Sampling, sampling_of

@@ -10,8 +10,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from pipespec.api.server.dialects import Dialect, dialect_of
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields, RequestError, wrong
 from pipespec.models.tokenizers import ByteTokenizer, FimTokens, backend_of, fim_tokens
 from pipespec.process.threads import Lock
 

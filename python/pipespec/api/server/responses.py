@@ -8,8 +8,7 @@ from typing import Any
 from pipespec.api.server.chat import line
 from pipespec.api.server.conversations import Model, Tools, ask_of_chat, new_id, now, tool_choice_of, usage_of
 from pipespec.api.server.dialects import Piece, ToolCall
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, wrong
+from pipespec.api.server.fields import Fields, RequestError, wrong
 from pipespec.api.server.generation import Answer, Delta, Done
 from pipespec.api.server.prompts import arguments_of, messages_of, tools_of
 from pipespec.api.server.sampling import Sampling, sampling_of

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from pipespec.api.server.errors import RequestError
-from pipespec.api.server.fields import Fields, is_number, wrong
+from pipespec.api.server.fields import Fields, RequestError, is_number, wrong
 from pipespec_kernels.state import MAX_EOS
 
 DEFAULT_TOKENS = 1024
