@@ -55,16 +55,21 @@ def test_products_have_the_bits_of_the_reference(name: str, rows: int, blocks: i
                     assert torch.equal(got, expected[-width:]), (variant, width, threads)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_products_in_each_width(name: str) -> None:
-    weights = matrix(name, 17, 3 if FORMATS[name].block == 32 else 1)
-    x = inputs(weights.shape[1], 512)
+def check_products(weights: QuantizedMatrix, x: torch.Tensor, *widths: int) -> None:
+    """Compare the products of all rows of ``x``, and of its first ones, with those of the reference, which are finite."""
     expected = matmul_reference(x, weights)
+    assert expected.isfinite().all()
     for variant in VARIANTS:
         with simd(variant):
             packed = PackedMatrix(weights)
-            for width in (*range(1, 65), 512):
+            for width in (*widths, len(x)):
                 assert torch.equal(packed.matmul(x[:width]), expected[:width]), (variant, width)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_in_each_width(name: str) -> None:
+    weights = matrix(name, 17, 3 if FORMATS[name].block == 32 else 1)
+    check_products(weights, inputs(weights.shape[1], 512), *range(1, 65))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -72,11 +77,7 @@ def test_products_with_all_codes(name: str) -> None:
     weights = random_blocks(name, 32, 4, seed=3)
     x = inputs(weights.shape[1], 20)
     x[5] = 3.0  # all codes 127
-    expected = matmul_reference(x, weights)
-    assert expected.isfinite().all()
-    for variant in VARIANTS:
-        with simd(variant):
-            assert torch.equal(PackedMatrix(weights).matmul(x), expected), variant
+    check_products(weights, x)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -91,12 +92,7 @@ def test_products_with_extreme_scales(name: str) -> None:
             blocks[i::6, 0] = (0, 1, 2, 3, 127, 200)[i]
         if name == "nvfp4":
             blocks[i::6, :8] = torch.tensor([(1e-45, 3e-39, 0.0, 1e9, -1e9, 448.0)[i]]).view(torch.uint8).repeat(2)
-    x = inputs(weights.shape[1], 35)
-    expected = matmul_reference(x, weights)
-    assert expected.isfinite().all()
-    for variant in VARIANTS:
-        with simd(variant):
-            assert torch.equal(PackedMatrix(weights).matmul(x), expected), variant
+    check_products(weights, inputs(weights.shape[1], 35))
 
 
 @pytest.mark.parametrize("name", FORMATS)

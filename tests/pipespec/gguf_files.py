@@ -159,11 +159,16 @@ def write(
         stored[full] = stored[full] - offset
     for extra, array in (tensors or {}).items():
         writer.add_tensor(extra, array)
+    close(writer)
+    return stored
+
+
+def close(writer: Any) -> None:
+    """Write what a ``GGUFWriter`` has been given."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return stored
 
 
 def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, Any], **more: int) -> None:
@@ -194,10 +199,7 @@ def write_again(file: Any, path: Path, names: Sequence[str], changed: dict[str, 
         else:
             data = file.stored(tensor).numpy().reshape(*tensor.shape[:-1], -1)
             writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType(tensor.type))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
 
 
 def with_weights(model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> PreTrainedModel:

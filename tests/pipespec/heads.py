@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from pipespec.engine.head import HeadStage
-from tests.conftest import DEVICE, VOCABULARY
+from tests.conftest import DEVICE, VOCABULARY, random_prompts
 
 DRAFTED, HIDDEN, LAYERS = 200, 32, 8
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -154,6 +154,26 @@ class Drafted:
             return wide, first
 
         monkeypatch.setattr(stage_class, "_score", recording)
+
+
+def check_after_earlier_text(
+    pipe: Any, drafted: Drafted, check: Callable[..., None], weights: dict[str, torch.Tensor]
+) -> None:
+    """Compare the drafts of calls that go on with an earlier text, and with a cache of the caller's, with a reference by ``check``."""
+    target, how = pipe.target, {"max_new_tokens": 6, "do_sample": False}
+    prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
+    longer = torch.cat([pipe.generate(prompt, max_new_tokens=10, do_sample=False), prompt[:, :5]], 1)
+    for again in (longer, longer):
+        pipe.generate(again, **how)
+    check(drafted.found, target, weights)
+    drafted.found.clear()
+    # What is in the caller's cache has no features: the draft begins after it.
+    cache = DynamicCache()
+    target(longer[:, :-3], past_key_values=cache)
+    expected = target.generate(longer, **how)
+    assert torch.equal(pipe.generate(longer, past_key_values=cache, **how), expected)
+    assert drafted.found
+    check(drafted.found, target, weights, begin=longer.shape[1] - 3)
 
 
 class Reference:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.engine.block import BlockConfig, BlockDrafter, BlockStage, kind_of_block
@@ -255,22 +255,9 @@ def test_rows_whose_blocks_are_used_up_unevenly(folder, target, monkeypatch) -> 
 
 
 def test_drafts_after_a_reused_prompt_and_a_given_cache(target, folder, monkeypatch) -> None:
-    drafted, told = heads.Drafted(monkeypatch, BlockStage), {"size": 5, "from_anchor": False}
-    prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
+    check = functools.partial(check_against_reference, size=5, from_anchor=False)
     with Pipeline(target, folder, lookahead=2, graphs=False) as pipe:
-        text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)
-        longer = torch.cat([text, prompt[:, :5]], 1)
-        for again in (longer, longer):
-            pipe.generate(again, max_new_tokens=6, do_sample=False)
-        check_against_reference(drafted.found, target, blocks.make_weights(), **told)
-        drafted.found.clear()
-        # What is in the caller's cache has no features: the drafter begins after it.
-        cache = DynamicCache()
-        target(longer[:, :-3], past_key_values=cache)
-        expected = target.generate(longer, max_new_tokens=6, do_sample=False)
-        assert torch.equal(pipe.generate(longer, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
-    assert drafted.found
-    check_against_reference(drafted.found, target, blocks.make_weights(), begin=longer.shape[1] - 3, **told)
+        heads.check_after_earlier_text(pipe, heads.Drafted(monkeypatch, BlockStage), check, blocks.make_weights())
 
 
 # ---- the text

@@ -27,7 +27,7 @@ from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels.formats import QUANTIZERS, dequantize
 from pipespec_spd.partition import Partition, load_ends, load_stage
 from pipespec_spd.pipeline import SpeculativePipeline
-from tests.pipespec.gguf_files import LARGE, SIZES, tiny, tokens, with_weights, write, write_again
+from tests.pipespec.gguf_files import LARGE, SIZES, close, tiny, tokens, with_weights, write, write_again
 
 gguf = pytest.importorskip("gguf")
 
@@ -587,10 +587,7 @@ def test_files_that_transformers_does_not_read_are_named(tmp_path, architecture,
     writer.add_block_count(1)
     if columns:
         writer.add_tensor("token_embd.weight", np.zeros((4, columns), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    close(writer)
     with pytest.raises(ValueError, match=message):
         load_model(tmp_path / "m.gguf")
 

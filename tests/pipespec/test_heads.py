@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
@@ -296,21 +295,8 @@ def test_the_steps_of_a_captured_round() -> None:
 )
 def test_drafts_after_a_reused_prompt_and_a_given_cache(options, target, folder, monkeypatch) -> None:
     drafted = (DraftedByColumns if options["graphs"] else heads.Drafted)(monkeypatch)
-    prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
     with Pipeline(target, folder, lookahead=2, **options) as pipe:
-        text = pipe.generate(prompt, max_new_tokens=10, do_sample=False)
-        longer = torch.cat([text, prompt[:, :5]], 1)
-        for again in (longer, longer):
-            pipe.generate(again, max_new_tokens=6, do_sample=False)
-        check_against_reference(drafted.found, target, heads.make_weights())
-        drafted.found.clear()
-        # What is in the caller's cache has no features: the head begins after it.
-        cache = DynamicCache()
-        target(longer[:, :-3], past_key_values=cache)
-        expected = target.generate(longer, max_new_tokens=6, do_sample=False)
-        assert torch.equal(pipe.generate(longer, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
-    assert drafted.found
-    check_against_reference(drafted.found, target, heads.make_weights(), begin=longer.shape[1] - 3)
+        heads.check_after_earlier_text(pipe, drafted, check_against_reference, heads.make_weights())
 
 
 # ---- the text
