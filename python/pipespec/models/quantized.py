@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipespec.errors import mark_final
+from pipespec.errors import mark_final, user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QUANTIZERS, QuantizedMatrix, WeightFormat, dequantize
 from pipespec_kernels.packed import PackedMatrix
@@ -449,9 +450,19 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel) -> PreTrainedModel:
-    """The model, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32."""
-    if str(dtype).removeprefix("torch.") == "float32":
+    """A model for the CPU, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32.
+
+    Warns of another one where there are blocks: such a model computes in float32.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32":
         text_config(model.config).kv_dtype = None
+    elif name != "auto" and has_blocks(model):
+        warnings.warn(
+            f"{model.config._name_or_path}: its matrices are in blocks, and on a CPU such a model computes in float32, with keys and values in bfloat16: "
+            f"dtype={name!r} has no effect",
+            stacklevel=user_stacklevel(),
+        )
     return model
 
 
