@@ -336,6 +336,8 @@ def test_a_version_of_transformers_with_other_experts_is_named(tmp_path, monkeyp
     [
         ("granite", "attention.scale", r"has no granite\.attention\.scale in its metadata"),
         ("cohere", "logit_scale", r"has no command-r\.logit_scale in its metadata"),
+        ("cohere2", "attention.sliding_window", r"has no cohere2\.attention\.sliding_window in its metadata"),
+        ("gpt_oss", "attention.sliding_window", r"has no gpt-oss\.attention\.sliding_window in its metadata"),
     ],
 )
 def test_numbers_that_a_model_needs_are_missed_by_name(tmp_path, case, without, message, monkeypatch):
@@ -350,6 +352,13 @@ def test_first_files_of_gemma_2_name_no_window(tmp_path):
     write(tiny("gemma2", tie_word_embeddings=True), tmp_path / "m.gguf")
     config = load_config(tmp_path / "m.gguf")
     assert (config.sliding_window, config.layer_types) == (4096, ["sliding_attention", "full_attention"])
+
+
+def test_a_file_of_gemma_3_without_a_window_has_full_attention(tmp_path):
+    more = CASES["gemma3_text"][0] | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    written = tiny("gemma3_text", SIZES | more)
+    write(written, tmp_path / "m.gguf", "f32")
+    torch.testing.assert_close(logits(load_model(tmp_path / "m.gguf")), logits(written))
 
 
 def test_windows_of_another_number_of_layers_are_damage(tmp_path, monkeypatch):
