@@ -512,6 +512,9 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("deepseek_v3", "expert_group_count", 0, r"damaged: its deepseek2\.expert_group_count is 0"),
         ("qwen3_next", "expert_used_count", 7, r"damaged: it chooses 7 of 4 experts, out of 1 of 1 groups"),
         ("deepseek_v2", "attention.head_count", 3, r"\A[^\n]*(not a multiple of|attn_q\.weight is)[^\n]*\Z"),
+        # Before memory is taken for tables of rotations.
+        ("lfm2", "attention.key_length", 1 << 31, r"attn_q\.weight is \[64, 64\], and .* \[8589934592, 64\]"),
+        ("stablelm", "rope.dimension_count", 1 << 31, r"damaged: 2147483648 elements of a head of 16 are rotated"),
         ("lfm2", "shortconv.l_cache", 4, r"shortconv\.conv\.weight is \[64, 3\], and .* \[64, 1, 4\]"),
     ],
 )  # fmt: skip

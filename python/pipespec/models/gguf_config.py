@@ -324,6 +324,8 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
     rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
+    if rotated > head_dim:
+        raise ValueError(f"{file.path} is damaged: {rotated} elements of a head of {head_dim} are rotated")
     if row.partial:
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:

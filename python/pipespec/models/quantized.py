@@ -410,15 +410,15 @@ def filled(
         text = " ".join(str(error).split())
         raise ValueError(f"{source} describes no {config.model_type} model: {text}") from error
     base: Any = model.model
-    # Buffers are computed, not loaded. In transformers 5.0 some attentions have a rotary embedding of their own.
-    for module in list(model.modules()):
-        if (rotary := module._modules.get("rotary_emb")) is not None:
-            module.rotary_emb = type(rotary)(config=config)
     if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
         base.embed_tokens.embed_scale = torch.tensor(scale)
     for name, module in list(model.named_modules()):
         if module._parameters and (made := fill(name, module)) is not module:
             model.set_submodule(name, made)
+    # Buffers are computed, not loaded: now that the sizes are known to be those of the weights. In transformers 5.0 some attentions have a rotary embedding of their own.
+    for module in list(model.modules()):
+        if (rotary := module._modules.get("rotary_emb")) is not None:
+            module.rotary_emb = type(rotary)(config=config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and not has_blocks(head) and not has_blocks(embedding):
         head.weight = embedding.weight
