@@ -304,7 +304,7 @@ class RowStorage:
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
-            for (at, (heads, *dims)), count in Counter(self._places()).items():
+            for (at, (heads, *dims)), count in Counter(self._layer_places()).items():
                 if self._layout.is_latent:
                     # The native form reads both parts of a latent as one.
                     stores += zeros((count, rows, heads, capacity, sum(dims)), self.dtype, at).split(dims, -1)
@@ -312,13 +312,13 @@ class RowStorage:
                     stores += [zeros((count, rows, heads, capacity, dim), self.dtype, at) for dim in dims]
         return stores
 
-    def _places(self) -> list[tuple[torch.device, LayerSizes]]:
+    def _layer_places(self) -> list[tuple[torch.device, LayerSizes]]:
         """Per layer with keys and values, where they lie and their sizes: layers that are alike share a tensor."""
         return [(self.layer_devices[layer], self._layout.sizes(layer)) for layer in self._attention]
 
     def _use(self, rows: int, capacity: int, stores: list[torch.Tensor]) -> None:
         """Keep what :meth:`_allocated` has returned."""
-        places = self._places()
+        places = self._layer_places()
         halves = []
         for half in (stores[::2], stores[1::2]):
             parts = {place: iter(store) for place, store in zip(dict.fromkeys(places), half, strict=True)}
@@ -405,17 +405,21 @@ class RowStorage:
         self._floors = floors if any(floors) else None
         self._set(list(lengths))
 
-    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
+    def load(
+        self, states: Sequence[tuple[torch.Tensor, torch.Tensor] | None], lengths: Sequence[int] | None = None
+    ) -> None:
         """Copy what :meth:`states` returns into the cache.
 
         Args:
-            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size; of a recurrent layer its states.
+            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size; of a recurrent layer its states;
+                None of a layer that has neither.
             lengths: tokens that the rows then hold; None: ``n`` each. With recurrent layers, those that their states belong to.
 
         Raises:
             ValueError: another shape, or more than the capacity.
         """
-        keys, values = zip(*(states[layer] for layer in self._attention), strict=True) if self._attention else ((), ())
+        stored = [pair for layer in self._attention if (pair := states[layer]) is not None]
+        keys, values = zip(*stored, strict=True) if stored else ((), ())
         n = keys[0].shape[2] if keys else max(lengths or [0])
         self.reset()
         self._need(n)
@@ -430,7 +434,8 @@ class RowStorage:
         lengths = [n] * self.rows if lengths is None else list(lengths)
         self._set(lengths)
         if self._ring is not None:
-            self._ring.load([pair for layer, pair in enumerate(states) if layer not in self._attention], lengths)
+            others = (pair for layer, pair in enumerate(states) if layer not in self._attention)
+            self._ring.load([pair for pair in others if pair is not None], lengths)
 
     def states(self, lengths: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """What the layers hold, in their order.

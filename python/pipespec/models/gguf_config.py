@@ -317,7 +317,7 @@ def _shortest(value: float) -> float:
 
 def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     """The rotary embedding, as configurations describe it."""
-    name = row.name
+    name, scaling = row.name, f"{row.name}.rope.scaling"
     base = file.number(f"{name}.rope.freq_base", row.rope_base)
     assert base is not None
     if base <= 0:
@@ -332,16 +332,6 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         raise ValueError(
             f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
         )
-    rope |= _rope_scaling(file, row)
-    if ROPE_FACTORS in file.tensors:
-        rope |= _llama3(file, rope["rope_theta"], rotated)
-    return rope
-
-
-def _rope_scaling(file: GgufFile, row: Architecture) -> dict[str, Any]:
-    """What changes the angles of a rotary embedding: its type and the numbers of it; empty for none."""
-    name, scaling = row.name, f"{row.name}.rope.scaling"
-    rope: dict[str, Any] = {}
     # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
     factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
     if factor < 0:
@@ -365,6 +355,8 @@ def _rope_scaling(file: GgufFile, row: Architecture) -> dict[str, Any]:
         )
     elif kind == "linear" and factor != 1.0:
         rope |= {"rope_type": "linear", "factor": _shortest(factor)}
+    if ROPE_FACTORS in file.tensors:
+        rope |= _llama3(file, rope["rope_theta"], rotated)
     return rope
 
 
