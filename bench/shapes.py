@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,7 +215,7 @@ def write(shape: Shape, path: Path) -> None:
     if shape.experts is not None:
         numbers |= {"expert_count": shape.experts[0], "expert_used_count": shape.experts[1]}
         numbers["expert_feed_forward_length"] = shape.inner
-    add = {str: writer.add_string, float: writer.add_float32, list: writer.add_array}
+    add: dict[type, Any] = {str: writer.add_string, float: writer.add_float32, list: writer.add_array}
     for key, value in numbers.items():
         add.get(type(value), writer.add_uint32)(f"{name}.{key}", value)
     _write_tokens(writer, shape.vocabulary)
@@ -230,6 +229,7 @@ def write(shape: Shape, path: Path) -> None:
             writer.add_tensor(at, values.astype(np.float32))
             continue
         form = FORMATS[kind]
+        assert form.ggml_type is not None
         rows = int(np.prod(size[:-1]))
         # A part of the rows, again and again: random numbers take longer than the rest.
         some = matrix_of(form, part := min(rows, 1024), size[-1]).data.numpy()
@@ -271,6 +271,7 @@ def ours(path: Path, prompts: list[torch.Tensor], new_tokens: int) -> Speed:
             if i:
                 found.prompt.append(ids.shape[1] / first)
                 found.decoding.append(new_tokens / (whole - first))
+        assert pipe.report is not None
         form = pipe.report.stages[-1].forward
     if form != "native":
         raise RuntimeError(f"{path}: {form}")
@@ -295,8 +296,7 @@ def _serving(python: Path, path: Path, threads: int) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(python), "-c", _SERVER, str(path), str(port), str(threads)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    process: subprocess.Popen[bytes] = subprocess.Popen(command, **pipes)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         assert process.stdout is not None
         if not process.stdout.readline():
