@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -220,6 +221,16 @@ def test_floats_of_8_bits_that_do_not_fit_are_named(tmp_path, change, words):
     changed(tmp_path, change)
     with pytest.raises(ValueError, match=words):
         load_model(tmp_path)
+
+
+def test_tensors_that_transformers_passes_over_are_passed_over(tmp_path, monkeypatch):
+    """As the layers for multi-token prediction in a checkpoint."""
+    values = write(tmp_path, Matrix.gptq, GPTQ)
+    changed(tmp_path, lambda t: t.update({"mtp.fc.weight": torch.ones(4, 4)}))
+    with pytest.raises(ValueError, match=r"no module of a qwen2 model takes the tensor mtp\.fc\.weight"):
+        load_model(tmp_path)
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    assert torch.equal(dequantize(load_model(tmp_path).get_submodule(NAME).matrix), values[NAME])
 
 
 def test_text_is_that_of_plain_decoding(tmp_path):

@@ -9,6 +9,7 @@ Floats of 8 bits (E4M3) have tiles on a GPU, and no blocks: for a CPU their prod
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -143,7 +144,7 @@ def repacked(
 
         model = filled(source, config, dtype, fill)
         for name in sorted(unused):
-            if not _is_spare(name, tensors[name], config):
+            if not _is_spare(name, tensors[name], model):
                 raise ValueError(
                     f"{source}: no module of a {config.model_type} model takes the tensor {name}, which is not supported"
                 )
@@ -225,9 +226,12 @@ def _experts(name: str, own: Any, get: Get) -> QuantizedExperts:
     return QuantizedExperts(own, gate, up, QuantizedLinear(*matrix("down_proj", hidden, inner)))
 
 
-def _is_spare(name: str, file: Any, config: Any) -> bool:
-    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+def _is_spare(name: str, file: Any, model: PreTrainedModel) -> bool:
+    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here, layers that the class passes over."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+        return True
+    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    if any(re.search(pattern, name) for pattern in ignored or ()):
         return True
     if name.endswith(_OF_ACTIVATIONS):
         return True
