@@ -15,8 +15,9 @@ from pipespec.api.output import report_of
 from pipespec.api.prepare import PreparedCall
 from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_chain
-from pipespec.checks.support import check_whole
+from pipespec.engine.inputs import stage_names
 from pipespec.errors import NotKnown
+from pipespec.models.devices import not_whole_reason
 from pipespec.models.families import embedded
 from pipespec.models.loading import load_model
 from pipespec.models.parts import ModelParts
@@ -146,7 +147,10 @@ def resolve_drafter(
     given = [] if is_module or isinstance(drafter, Drafter) or drafter == "ngram" else [drafter]
     models = [load_model(m, **options) for m in given]
     check_chain([*models, target], [*given, given_target])
-    check_whole([*models, target], "a SpeculativePipeline")
+    for name, model in zip(stage_names(len(models) + 1), [*models, target], strict=True):
+        if (reason := not_whole_reason(model)) is not None:
+            needs = "a SpeculativePipeline needs each model whole on one device"
+            raise ValueError(f"{needs}, and {name} is not: {reason}; use schedule='plain', 'lockstep' or 'workers'")
     if isinstance(drafter, Drafter):
         return drafter, []
     if models:

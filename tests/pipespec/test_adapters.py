@@ -13,7 +13,7 @@ import pipespec
 from pipespec import Pipeline
 from pipespec.models.adapters import named_tensors
 from pipespec.models.quantizing import quantized
-from pipespec.schedules.asynchronous.weights import share
+from pipespec.schedules.asynchronous.messages import share
 from tests.conftest import noisy, random_llama
 from tests.support.texts import own_text
 from tests.waiting import drafts_keep_up

@@ -103,15 +103,6 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
         raise ValueError(f"{name} has weights that are not loaded ({at}, on the meta device); load it whole")
 
 
-def check_whole(models: Sequence[PreTrainedModel], where: str) -> None:
-    """Raise ``ValueError`` for a model that is split, offloaded or sharded. ``where``: what needs whole models, for the message."""
-    for name, model in zip(stage_names(len(models)), models, strict=True):
-        if (reason := not_whole_reason(model)) is not None:
-            raise ValueError(
-                f"{where} needs each model whole on one device, and {name} is not: {reason}; use schedule='plain', 'lockstep' or 'workers'"
-            )
-
-
 def check_shareable(models: Sequence[PreTrainedModel]) -> None:
     """Check that each draft can run in a worker process, which builds its class around weights in shared memory. The target stays where it is.
 

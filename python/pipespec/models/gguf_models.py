@@ -1,11 +1,7 @@
 """Models out of GGUF files.
 
 The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
-block becomes float32. A file without blocks is a model of floats, in bfloat16 where all of its matrices are that. The order of rows and columns may differ from
-transformers'.
-
-Smaller types have no kernels of their own, and become blocks that hold the same weights. The package gguf knows the grids of the IQ types, so it gives the
-weights; scales are read here. A weight over its scale is then one of at most 16 integers, whose number takes 4 bits.
+block becomes float32. A file without blocks is a model of floats, in bfloat16 where all of its matrices are that.
 """
 
 from __future__ import annotations
@@ -379,7 +375,10 @@ def rows_by_head(config: Any) -> Tensor:
 
 
 def as_blocks(file: GgufFile, tensor: GgufTensor, factors: Tensor | None = None) -> QuantizedMatrix:
-    """A matrix of a type in :data:`pipespec.models.gguf.CONVERTED`.
+    """A matrix of a type in :data:`pipespec.models.gguf.CONVERTED`, which has no kernels, as blocks that hold the same weights and have kernels.
+
+    The package gguf knows the grids of the IQ types, so it gives the weights; scales are read here. A weight over its scale is then one of at most 16
+    integers, whose number takes 4 bits.
 
     Args:
         file: holds it.

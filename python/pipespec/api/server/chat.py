@@ -36,7 +36,8 @@ class ChatExchange:
 
     def __init__(self, model: Model, body: Fields) -> None:
         model.check_name(body)
-        _check_modalities(body)
+        if set(body.strings("modalities")) - {"text"}:
+            raise RequestError("modalities: this model writes text only", "modalities")
         self._model, self._id, self._created = model, new_id("chatcmpl-"), now()
         self.streams = body.flag("stream", False)
         self._has_usage = body.object("stream_options").flag("include_usage", False)
@@ -97,11 +98,6 @@ class ChatExchange:
             entry(one.token, one.logprob) | {"top_logprobs": [entry(*pair) for pair in one.top]} for one in found
         ]
         return {"content": content, "refusal": None}
-
-
-def _check_modalities(body: Fields) -> None:
-    if set(body.strings("modalities")) - {"text"}:
-        raise RequestError("modalities: this model writes text only", "modalities")
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -52,11 +52,6 @@ class Prompts:
         self._unshown = set(tokenizer.all_special_ids) - marks - tagged
 
     @property
-    def has_tools(self) -> bool:
-        """Whether the chat template shows tools to the model."""
-        return "tools" in (self._template or "")
-
-    @property
     def largest_body(self) -> int:
         """Bytes of the largest request that could fit the model."""
         if self.limit is None:
@@ -204,7 +199,7 @@ class Prompts:
         """
         if self._template is None:
             raise RequestError("this model has no chat template: use /v1/completions", "messages")
-        if tools and not self.has_tools:
+        if tools and "tools" not in self._template:
             raise RequestError(
                 "tools: the chat template of this model shows no tools to it, so they would have no effect", "tools"
             )

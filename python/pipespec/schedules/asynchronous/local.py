@@ -22,8 +22,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.originals import is_registered_here
 from pipespec.process.threads import target_threads
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
-from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, Status
-from pipespec.schedules.asynchronous.weights import share
+from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, Status, share
 from pipespec.schedules.asynchronous.worker import Setup
 from pipespec_kernels.state import SharedMemory, StateBlock
 

@@ -24,8 +24,7 @@ from pipespec.config import WIDTH
 from pipespec.engine.chain import DraftSpec, make_upstream
 from pipespec.engine.stage import Stage
 from pipespec.process.interrupts import raise_handlers_error
-from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, Status
-from pipespec.schedules.asynchronous.weights import SharedWeights
+from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, SharedWeights, Status
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from pipespec_kernels.trace import TraceMemory
