@@ -74,13 +74,17 @@ def _library() -> Iterator[Path]:
 def _documented(file: Path, wants_functions: bool) -> Iterator[str]:
     """Functions up to the end of their docstring, or longer paragraphs of all docstrings."""
     text = file.read_text(encoding="utf-8", errors="replace")
-    kinds = (ast.FunctionDef,) if wants_functions else (ast.Module, ast.ClassDef, ast.FunctionDef)
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, kinds) or (said := ast.get_docstring(node)) is None:
+        if (
+            not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            or (said := ast.get_docstring(node)) is None
+        ):
             continue
         if not wants_functions:
             yield from (each for each in said.split("\n\n") if 300 <= len(each) <= 1200)
-        elif node.col_offset == 0 and 60 <= len(said) <= 700 and len(node.body) > 1:
+        elif (
+            isinstance(node, ast.FunctionDef) and node.col_offset == 0 and 60 <= len(said) <= 700 and len(node.body) > 1
+        ):
             yield "\n".join(text.splitlines()[node.lineno - 1 : node.body[0].end_lineno]) + "\n"
 
 

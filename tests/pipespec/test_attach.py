@@ -85,6 +85,13 @@ def test_attach_and_detach(model):
     assert pipe.report is None
 
 
+def test_other_weights_are_another_model(model):
+    with pytest.raises(ValueError, match="makes another model, whose text differs"):
+        pipespec.attach(model, weights="q8_0")
+    assert attached(model) is None
+    assert "generate" not in vars(model)
+
+
 def test_attach_twice_and_detach_twice(model, pipe):
     with pytest.raises(ValueError, match="attached already; detach"):
         pipespec.attach(model, noisy(model, 0.1), schedule="lockstep")
