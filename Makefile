@@ -25,12 +25,12 @@ JOBS ?= $(shell nproc)
 CPP_FILES = $(shell find csrc bench/native tests/native -name '*.?pp' -o -name '*.cu' -o -name '*.cuh')
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-real test test-all lint format types native native-test pytest test-oldest bench check-results docs \
+.PHONY: help env demo demo-real test test-all lint format types native native-test native-test-arm pytest test-oldest bench check-results docs \
   test-real check-clean-build clean
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile
-	@echo "also: env lint format types native native-test pytest test-oldest test-real check-results docs check-clean-build clean"
+	@echo "also: env lint format types native native-test native-test-arm pytest test-oldest test-real check-results docs check-clean-build clean"
 
 # --- the environment ---------------------------------------------------------------------------------------------
 .venv/tools.stamp: constraints.txt
@@ -112,6 +112,21 @@ native-test: $(DEV) native
 	$(call build_and_ctest,build/native-thread)
 	$(SANITIZED) -B build/native-address -DPIPESPEC_SANITIZE=address
 	$(call build_and_ctest,build/native-address)
+
+# The C++ tests of products, attention and row selection as a 64-bit ARM machine runs them, without and with its dot
+# products of bytes. For a Debian machine of another kind with qemu-user and g++-aarch64-linux-gnu. Not part of `make test`.
+# A process with threads cannot fork under qemu-user, which one test of test_select does.
+ARM_TESTS = attention coupled decoder formats litmus ngram rejection
+ARM_FLAGS = -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+native-test-arm: $(DEV)
+	$(CMAKE) -B build/arm $(ARM_FLAGS) "-DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64;-L;/usr/aarch64-linux-gnu" \
+	  -DPIPESPEC_WERROR=ON -DPIPESPEC_MODULES=OFF
+	PATH="$(BIN):$$PATH" cmake --build build/arm --target $(ARM_TESTS:%=test_%) test_select --parallel $(JOBS)
+	for cpu in cortex-a57 cortex-a76; do \
+	  QEMU_CPU=$$cpu PATH="$(BIN):$$PATH" ctest --test-dir build/arm --parallel $(JOBS) --output-on-failure --no-tests=error \
+	    -R '^test_($(shell echo $(ARM_TESTS) | tr ' ' '|'))$$' || exit 1; \
+	  QEMU_CPU=$$cpu qemu-aarch64 -L /usr/aarch64-linux-gnu build/arm/tests/native/test_select argmax position verify callers || exit 1; \
+	done
 
 # Two tests at a time, in two processes: CI has two cores, and most tests use one.
 AT_ONCE = -n 2 --dist worksteal --durations=40 --durations-min=1

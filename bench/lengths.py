@@ -2,8 +2,8 @@
 
     python -m bench.lengths q15.gguf --peer q15-hf --out lengths.json
 
-The systems take turns, length by length and round by round, and each reads every prompt anew. Tokens come one by one, without drafts. The first token ends the
-reading; the decoding is measured from it to the last one. The prompts are the words of a file (default: docs/calls.md), repeated as often as they are needed.
+For each length and repeat, both systems run one after the other. Neither keeps a prefix or has a draft. The time of the prompt ends with the first token, the
+time of decoding begins there. A prompt consists of the words of a file (default: docs/calls.md), repeated until it has the length.
 """
 
 from __future__ import annotations

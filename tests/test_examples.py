@@ -66,7 +66,7 @@ def test_own_draft() -> None:
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="needs the package ray, with the extra serve")
 def test_ray_serve(tmp_path: Path) -> None:
-    """A replica is killed in a stream and in a whole answer: the client is told to send the request again, and another replica answers it rightly."""
+    """A replica ends during a stream, then during a whole answer. The error says retry, and another replica gives the right answer to the next request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}/v1/completions"

@@ -103,7 +103,7 @@ void multiply_rows(const PanelPart& part) {
 #pragma GCC unroll 8
       for (int o = 0; o < kOutputs; ++o) __builtin_prefetch(ahead + o * ahead_stride, 0, 2);
 // With 16 registers, more would move sums to the stack.
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__aarch64__)
 #pragma GCC unroll 4
 #else
 #pragma GCC unroll 1

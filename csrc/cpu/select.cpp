@@ -2,9 +2,13 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
-#endif
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -65,6 +69,20 @@ const Kernels* kernels_for_avx512() {
   }();
   return &with_pairs;
 }
+#elif defined(__aarch64__)
+// Whether this CPU has dot products of bytes (FEAT_DotProd).
+bool has_dot_products() {
+#if defined(__linux__)
+  constexpr unsigned long kDotProducts = 1ul << 20;  // HWCAP_ASIMDDP, not in older headers
+  return (getauxval(AT_HWCAP) & kDotProducts) != 0;
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
 #endif
 
 // What runs here, best first.
@@ -87,6 +105,9 @@ std::vector<Variant> find_variants() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
       __builtin_cpu_supports("fma"))
     add("avx2", avx2_kernels(), avx2_packed_kernels());
+#elif defined(__aarch64__)
+  if (has_dot_products()) add("dotprod", neon_kernels(), dotprod_packed_kernels());
+  add("neon", neon_kernels(), neon_packed_kernels());
 #endif
   add("portable", portable_kernels(), portable_packed_kernels());
   return found;

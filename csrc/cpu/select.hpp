@@ -6,9 +6,10 @@
 // +0.0, and a NaN counts as larger than everything, the first NaN before the others.
 //
 // Instructions are chosen at run time, best first: AVX-512 (and AMX, for products with packed
-// weights), AVX2, portable; PIPESPEC_SIMD=portable|avx2|avx512|amx overrides. `threads` is an upper
-// bound (the caller included); small work stays in the caller. All functions may be called from
-// several threads at once. They throw std::invalid_argument before anything is written.
+// weights), AVX2, portable, or on 64-bit ARM NEON with dot products of bytes (of packed weights),
+// NEON, portable; PIPESPEC_SIMD=portable|avx2|avx512|amx|neon|dotprod overrides. `threads` is an
+// upper bound (the caller included); small work stays in the caller. All functions may be called
+// from several threads at once. They throw std::invalid_argument before anything is written.
 #pragma once
 
 #include <cstdint>
@@ -87,9 +88,8 @@ void check_noise(const Logits& logits, const Noise& noise, int64_t row);
 void check_scale(float inv_temperature, int64_t row, const char* name);
 int64_t item_bytes(DType dtype);  // refuses unknown codes
 
-// The instructions in use: "portable", "avx2", "avx512" or "amx". set_simd is for tests and
-// benchmarks; it returns the previous name and refuses what this CPU, its operating system or the
-// compiler lacks.
+// The instructions in use: a name of PIPESPEC_SIMD. set_simd is for tests and benchmarks; it
+// returns the previous name and refuses what this CPU, its operating system or the compiler lacks.
 std::string simd();
 std::string set_simd(const std::string& name);
 

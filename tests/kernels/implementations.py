@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 def simd_variants() -> list[str]:
     """The SIMD variants of this machine."""
     names = []
-    for name in ("portable", "avx2", "avx512", "amx"):
+    for name in ("portable", "avx2", "avx512", "amx", "neon", "dotprod"):
         try:
             before = _native.set_simd(name)
         except ValueError:

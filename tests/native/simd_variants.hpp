@@ -9,7 +9,7 @@
 
 inline std::vector<std::string> simd_variants() {
   std::vector<std::string> names;
-  for (const char* name : {"portable", "avx2", "avx512", "amx"}) {
+  for (const char* name : {"portable", "avx2", "avx512", "amx", "neon", "dotprod"}) {
     try {
       pipespec::cpu::set_simd(pipespec::cpu::set_simd(name));
       names.push_back(name);

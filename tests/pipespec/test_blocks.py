@@ -35,7 +35,7 @@ MARKOV = {"markov_rank": blocks.RANK, "enable_confidence_head": True, "confidenc
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7, "use_sliding_window": True}
 
 SHAPES: dict[str, tuple[Writer, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    # How it is written, its weights, its config, and what the reference is told.
+    # The format, the weights and the configuration of a checkpoint, and the arguments of its reference.
     "z-lab": (blocks.write_z_lab, {}, {}, {"size": 5, "from_anchor": False}),
     "z-lab, windows": (
         blocks.write_z_lab,

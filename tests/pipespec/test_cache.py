@@ -397,3 +397,14 @@ def test_storage_without_memory_for_huge_pages_is_left_to_torch(monkeypatch, err
     assert not kept.any()
     with pytest.raises(RuntimeError, match="allocate"):
         zeros((1 << 50,), torch.float32, torch.device("cpu"))
+
+
+def test_storage_grows_between_forwards_of_rows_of_unequal_lengths(ids):
+    model = make_model()
+    cache, whole = (RowCache.for_model(model, 2, capacity) for capacity in (8, 64))
+    for each in (cache, whole):
+        call(model, ids[:2, :6], each)
+        each.truncate([3, 6])
+        call(model, ids[:2, 6:8], each)
+    cache.reserve(64)
+    assert torch.equal(call(model, ids[:2, 8:12], cache), call(model, ids[:2, 8:12], whole))

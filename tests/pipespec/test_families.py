@@ -308,9 +308,7 @@ def other(kind: str, **given: Any) -> PreTrainedModel:
 
 
 REFUSED = {
-    "Gemma 3n": lambda: other(
-        "gemma3n_text", head_dim=8, num_kv_shared_layers=2, vocab_size_per_layer_input=VOCABULARY
-    ),
+    "LongCat-Flash": lambda: other("longcat_flash"),
 }
 
 

@@ -89,6 +89,26 @@ def test_a_file_without_blocks_is_an_ordinary_model(tmp_path, kind, dtype):
         assert torch.equal(parameter, stored[name].to(dtype)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float16"])
+def test_a_model_in_blocks_computes_in_float32_whatever_is_asked(tmp_path, dtype):
+    write(tiny("qwen3"), tmp_path / "m.gguf")
+    texts = []
+    with pytest.warns(UserWarning, match=r"m\.gguf: .* in blocks.* float32.*: dtype='b?float16' has no effect"):
+        asked = Pipeline(tmp_path / "m.gguf", "ngram", dtype=dtype)
+    with asked, Pipeline(tmp_path / "m.gguf", "ngram") as own:
+        for pipe in (asked, own):
+            texts.append(pipe.generate(TEXT, max_new_tokens=12, do_sample=False))
+            assert (pipe.report.stages[-1].forward, pipe.target.dtype) == ("native", torch.float32)
+    assert torch.equal(*texts)
+
+
+def test_a_file_without_blocks_has_the_dtype_that_is_asked(tmp_path):
+    write(tiny("qwen3"), tmp_path / "m.gguf", "f16")
+    with Pipeline(tmp_path / "m.gguf", dtype=torch.bfloat16) as pipe:
+        pipe.generate(TEXT, max_new_tokens=4, do_sample=False)
+        assert pipe.target.dtype is torch.bfloat16
+
+
 def test_blocks_stay_in_the_file(tmp_path):
     write(tiny("qwen2", vocab_size=4096), tmp_path / "m.gguf", "q8_0")
     model = load_model(tmp_path / "m.gguf")

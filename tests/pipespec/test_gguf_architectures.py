@@ -336,6 +336,8 @@ def test_a_version_of_transformers_with_other_experts_is_named(tmp_path, monkeyp
     [
         ("granite", "attention.scale", r"has no granite\.attention\.scale in its metadata"),
         ("cohere", "logit_scale", r"has no command-r\.logit_scale in its metadata"),
+        ("cohere2", "attention.sliding_window", r"has no cohere2\.attention\.sliding_window in its metadata"),
+        ("gpt_oss", "attention.sliding_window", r"has no gpt-oss\.attention\.sliding_window in its metadata"),
     ],
 )
 def test_numbers_that_a_model_needs_are_missed_by_name(tmp_path, case, without, message, monkeypatch):
@@ -350,6 +352,13 @@ def test_first_files_of_gemma_2_name_no_window(tmp_path):
     write(tiny("gemma2", tie_word_embeddings=True), tmp_path / "m.gguf")
     config = load_config(tmp_path / "m.gguf")
     assert (config.sliding_window, config.layer_types) == (4096, ["sliding_attention", "full_attention"])
+
+
+def test_a_file_of_gemma_3_without_a_window_has_full_attention(tmp_path):
+    more = CASES["gemma3_text"][0] | {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    written = tiny("gemma3_text", SIZES | more)
+    write(written, tmp_path / "m.gguf", "f32")
+    torch.testing.assert_close(logits(load_model(tmp_path / "m.gguf")), logits(written))
 
 
 def test_windows_of_another_number_of_layers_are_damage(tmp_path, monkeypatch):
@@ -503,6 +512,9 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("deepseek_v3", "expert_group_count", 0, r"damaged: its deepseek2\.expert_group_count is 0"),
         ("qwen3_next", "expert_used_count", 7, r"damaged: it chooses 7 of 4 experts, out of 1 of 1 groups"),
         ("deepseek_v2", "attention.head_count", 3, r"\A[^\n]*(not a multiple of|attn_q\.weight is)[^\n]*\Z"),
+        # Before memory is taken for tables of rotations.
+        ("lfm2", "attention.key_length", 1 << 31, r"attn_q\.weight is \[64, 64\], and .* \[8589934592, 64\]"),
+        ("stablelm", "rope.dimension_count", 1 << 31, r"damaged: 2147483648 elements of a head of 16 are rotated"),
         ("lfm2", "shortconv.l_cache", 4, r"shortconv\.conv\.weight is \[64, 3\], and .* \[64, 1, 4\]"),
     ],
 )  # fmt: skip

@@ -72,6 +72,13 @@ RECURRENT = HEADS | {
     "linear_conv_kernel_dim": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+PER_LAYER = {
+    "global_head_dim": 12,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCABULARY,
+}
 SHORT_CONVOLUTION = {
     "conv_L_cache": 3,
     "block_multiple_of": 8,
@@ -103,6 +110,7 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", HEADS),
     "gemma2, mixed, caps": ("gemma2", MIXED | HEADS | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}),
     "gemma3, mixed, two RoPE bases": ("gemma3_text", MIXED | HEADS | {"query_pre_attn_scalar": 8}),
+    "gemma4, mixed, shared keys": ("gemma4_text", MIXED | HEADS | PER_LAYER),
     "olmo2": ("olmo2", {}),
     "olmo3, mixed": ("olmo3", MIXED),
     "cohere2, mixed": ("cohere2", MIXED),

@@ -95,11 +95,14 @@ struct PackedKernels {
   PackedProduct products[kFormats];
 };
 
-// Null where the compiler could not build the variant.
 const PackedKernels* portable_packed_kernels();
+// For x86-64. Null where the compiler could not build the variant.
 const PackedKernels* avx2_packed_kernels();
 const PackedKernels* vnni_packed_kernels();
 const PackedKernels* amx_packed_kernels();
+// For 64-bit ARM.
+const PackedKernels* neon_packed_kernels();
+const PackedKernels* dotprod_packed_kernels();
 
 // Those of the instructions in use (set_simd): AVX-512 without VNNI has those of AVX2.
 const PackedKernels& packed_kernels();

@@ -148,6 +148,8 @@ def _returned(call: PreparedCall, own: RowCache) -> Cache:
         padding = _padding(call) if len(columns.hidden) else None
         cache = new_cache(call.target) if cache is None else cache
         for i, pair in enumerate(own.states()):
+            if pair is None:
+                continue  # the layer reads what another one has stored
             if i not in own.layout.attention:
                 cache.update_conv_state(pair[0], i)
                 cache.update_recurrent_state(pair[1], i)

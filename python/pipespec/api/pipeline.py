@@ -68,7 +68,7 @@ class Pipeline(BasePipeline):
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
             :meth:`close` restores theirs. A model that cannot be captured runs without graphs, and a :class:`pipespec.SpeedWarning` names it.
         trace: Steps per stage that the trace of a call keeps (``report.save_trace()``; 72 bytes each). 0: no trace.
-        dtype: For models given as paths. Default: the one in which they are stored; keys and values of models in blocks are bfloat16 on a CPU,
+        dtype: For models given as paths. Default: the one in which they are stored. Models in blocks compute in float32 on a CPU, with keys and values in bfloat16
             unless this is ``"float32"``. In float32 the text differs from that of ``generate()`` only at rare
             near-ties, in 16 bits more often.
         weights: Formats in which matrices are held, so that a step reads less: ``"q8_0"``, ``"q4_k"`` or another of

@@ -170,7 +170,7 @@ def _stores(model: PreTrainedModel, layout: CacheLayout) -> bool:
 
     A copy without weights runs one token. Where its operations wait for data (experts), the layers before count.
     """
-    stored, expected = _Stored(), [(i, *layout[:3]) for i in range(len(layout.windows))]
+    stored, expected = _Stored(), [(i, *layout.sizes(i)) for i in layout.attention]
     with suppress(Exception), weightless(), torch.inference_mode():
         meta_model = type(model)(copy.deepcopy(model.config)).eval()
         meta_model(

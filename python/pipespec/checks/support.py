@@ -188,6 +188,11 @@ def _not_static(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     if layout.states is not None:
         reason = "it is recurrent, and the host chooses the state that a step begins with, which a static cache does not have"
         yield f"layer {layout.states.layers[0]}", reason
+    if layout.own is not None:
+        yield (
+            first,
+            "its layers keep keys and values of several sizes, or read those of others, which a static cache does not hold",
+        )
     if layout.key_dim != layout.value_dim:
         yield first, "it keeps keys and values of different sizes (latents), which attention by lengths does not read"
     for at, module in model.named_modules():

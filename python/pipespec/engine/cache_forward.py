@@ -258,7 +258,7 @@ class ForwardCache(RowStorage):
             raise RuntimeError(f"RowCache: layer {layer} is updated, but its forward did not begin with layer 0")
 
     def _leave(self, layer: int) -> None:
-        if layer == len(self.windows) - 1:
+        if layer == self._last:
             self.close()
 
     def update(
@@ -303,11 +303,11 @@ class ForwardCache(RowStorage):
         return keys.to(key_states.dtype), values.to(key_states.dtype)
 
     def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:
-        q, layout = states.shape[2], self._layout
-        wanted = [(self.rows, layout.heads, q, dim) for dim in (layout.key_dim, layout.value_dim)]
+        q, (heads, key_dim, value_dim) = states.shape[2], self._layout.sizes(next(iter(self._attention)))
+        wanted = [(self.rows, heads, q, dim) for dim in (key_dim, value_dim)]
         if [states.shape, values.shape] != wanted or q < 1:
             raise ValueError(
-                f"RowCache of {self.rows} rows, {layout.heads} heads, keys of {layout.key_dim} and values of {layout.value_dim}: cannot hold "
+                f"RowCache of {self.rows} rows, {heads} heads, keys of {key_dim} and values of {value_dim}: cannot hold "
                 f"new keys and values of shape [rows, heads, columns, head_dim] = {list(states.shape)} and {list(values.shape)}"
             )
         if states.dtype != self.compute_dtype or states.device != self.layer_devices[0]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipespec.config import WIDTH
-from pipespec.models.layout import CacheLayout
+from pipespec.models.layout import CacheLayout, LayerSizes
 from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
 
@@ -178,6 +178,8 @@ class RowStorage:
         self.is_static, self._on_gpus = static, all(at.type == "cuda" for at in (device, *layer_devices))
         # Per layer with keys and values, its index among those.
         self._attention = {layer: i for i, layer in enumerate(layout.attention)}
+        # Layers behind it read what it has stored.
+        self._last = max((*layout.attention, *(() if layout.states is None else layout.states.layers)))
         self._ring = None
         if layout.states is not None:
             from pipespec.engine.recurrent import StateRing
@@ -297,34 +299,30 @@ class RowStorage:
     # ---- storage
 
     def _allocated(self, rows: int, capacity: int) -> list[torch.Tensor]:
-        """New storage: per device the keys of its layers ``[layers, rows, kv_heads, capacity, head_dim]``, then their values."""
-        layout, places = self._layout, [self.layer_devices[layer] for layer in self._attention]
+        """New storage: per device and size the keys of its layers ``[layers, rows, kv_heads, capacity, head_dim]``, then their values."""
+        stores = []
         # Not inference tensors, which could not be written outside of inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             # Zeroed, because a masked value enters a product with zero, and 0 * NaN is NaN.
-            if not layout.is_latent:
-                return [
-                    zeros((places.count(at), rows, layout.heads, capacity, dim), self.dtype, at)
-                    for at in dict.fromkeys(places)
-                    for dim in (layout.key_dim, layout.value_dim)
-                ]
-            # The native form reads both parts of a latent as one.
-            sizes = [layout.key_dim, layout.value_dim]
-            return [
-                part
-                for at in dict.fromkeys(places)
-                for part in zeros((places.count(at), rows, layout.heads, capacity, sum(sizes)), self.dtype, at).split(
-                    sizes, -1
-                )
-            ]
+            for (at, (heads, *dims)), count in Counter(self._layer_places()).items():
+                if self._layout.is_latent:
+                    # The native form reads both parts of a latent as one.
+                    stores += zeros((count, rows, heads, capacity, sum(dims)), self.dtype, at).split(dims, -1)
+                else:
+                    stores += [zeros((count, rows, heads, capacity, dim), self.dtype, at) for dim in dims]
+        return stores
+
+    def _layer_places(self) -> list[tuple[torch.device, LayerSizes]]:
+        """Per layer with keys and values, where they lie and their sizes: layers that are alike share a tensor."""
+        return [(self.layer_devices[layer], self._layout.sizes(layer)) for layer in self._attention]
 
     def _use(self, rows: int, capacity: int, stores: list[torch.Tensor]) -> None:
         """Keep what :meth:`_allocated` has returned."""
-        places = [self.layer_devices[layer] for layer in self._attention]
+        places = self._layer_places()
         halves = []
         for half in (stores[::2], stores[1::2]):
-            parts = {device: iter(store) for device, store in zip(dict.fromkeys(places), half, strict=True)}
-            halves.append([next(parts[device]) for device in places])
+            parts = {place: iter(store) for place, store in zip(dict.fromkeys(places), half, strict=True)}
+            halves.append([next(parts[place]) for place in places])
         with torch.inference_mode(False), torch.no_grad():
             devices = dict.fromkeys((self.device, *self.layer_devices))
             lengths_on = {at: torch.zeros(rows, dtype=torch.int32, device=at) for at in devices}
@@ -407,17 +405,21 @@ class RowStorage:
         self._floors = floors if any(floors) else None
         self._set(list(lengths))
 
-    def load(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]], lengths: Sequence[int] | None = None) -> None:
+    def load(
+        self, states: Sequence[tuple[torch.Tensor, torch.Tensor] | None], lengths: Sequence[int] | None = None
+    ) -> None:
         """Copy what :meth:`states` returns into the cache.
 
         Args:
-            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size; of a recurrent layer its states.
+            states: per layer, keys and values ``[rows, kv_heads, n, head_dim]``, each with its own size; of a recurrent layer its states;
+                None of a layer that has neither.
             lengths: tokens that the rows then hold; None: ``n`` each. With recurrent layers, those that their states belong to.
 
         Raises:
             ValueError: another shape, or more than the capacity.
         """
-        keys, values = zip(*(states[layer] for layer in self._attention), strict=True) if self._attention else ((), ())
+        stored = [pair for layer in self._attention if (pair := states[layer]) is not None]
+        keys, values = zip(*stored, strict=True) if stored else ((), ())
         n = keys[0].shape[2] if keys else max(lengths or [0])
         self.reset()
         self._need(n)
@@ -432,9 +434,10 @@ class RowStorage:
         lengths = [n] * self.rows if lengths is None else list(lengths)
         self._set(lengths)
         if self._ring is not None:
-            self._ring.load([pair for layer, pair in enumerate(states) if layer not in self._attention], lengths)
+            others = (pair for layer, pair in enumerate(states) if layer not in self._attention)
+            self._ring.load([pair for pair in others if pair is not None], lengths)
 
-    def states(self, lengths: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def states(self, lengths: Sequence[int] | None = None) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
         """What the layers hold, in their order.
 
         Args:
@@ -442,14 +445,16 @@ class RowStorage:
 
         Returns:
             The keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``; of a recurrent layer the last inputs
-            of its convolution ``[rows, channels, taps]`` and its state ``[rows, heads, key_dim, value_dim]``, copies.
+            of its convolution ``[rows, channels, taps]`` and its state ``[rows, heads, key_dim, value_dim]``, copies; None of a layer that has neither.
         """
         pairs = (
             (keys[:, :, : self._top], values[:, :, : self._top])
             for keys, values in zip(self._keys, self._values, strict=True)
         )
-        recurrent = iter(() if self._ring is None else self._ring.export(lengths or self._lengths))
-        return [next(pairs) if i in self._attention else next(recurrent) for i in range(len(self.windows))]
+        recurrent = () if self._ring is None else self._ring.export(lengths or self._lengths)
+        kept = {layer: next(pairs) for layer in self._attention}
+        kept |= {} if self._layout.states is None else dict(zip(self._layout.states.layers, recurrent, strict=True))
+        return [kept.get(i) for i in range(len(self.windows))]
 
     def _need(self, q: int) -> int:
         """Positions that a forward of ``q`` columns attends over. Raises ``ValueError`` beyond the capacity."""

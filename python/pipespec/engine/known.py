@@ -386,12 +386,11 @@ def _heads_reason(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     if tensor_parallel_size(model) > 1:
         return None
     for i, layer in enumerate(layers):
-        for name, dim in (("k_proj", layout.key_dim), ("v_proj", layout.value_dim)):
+        heads, key_dim, value_dim = layout.sizes(i)
+        for name, dim in (("k_proj", key_dim), ("v_proj", value_dim)):
             rows = getattr(getattr(getattr(layer, "self_attn", None), name, None), "out_features", None)
-            if isinstance(rows, int) and rows != layout.heads * dim:
-                return (
-                    f"layer {i} has a {name} of {rows} rows, and its configuration says {layout.heads} heads of {dim}"
-                )
+            if isinstance(rows, int) and rows != heads * dim:
+                return f"layer {i} has a {name} of {rows} rows, and its configuration says {heads} heads of {dim}"
     return None
 
 

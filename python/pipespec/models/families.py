@@ -79,6 +79,7 @@ class Family:
     Attributes:
         model_type: transformers' name, also of the module in ``transformers.models`` where the family has a native form.
         prefix: of the names of the classes, for models whose weights the native decoder takes; None for others.
+        lacking: what the native decoder lacks for the others, as a phrase.
         in_stages: whether the forward is embedding, layers with a rotary embedding, norm, head, and nothing in between but ``numbers``, so that it can be cut.
         source: name of the module of the classes where it is not ``model_type``.
         norms: attributes of a layer by the names of the norms in :class:`LayerWeights`. A norm that is None is not there.
@@ -98,6 +99,7 @@ class Family:
 
     model_type: str
     prefix: str | None = None
+    lacking: str | None = None
     in_stages: bool = True
     source: str | None = None
     norms: Mapping[str, str] = field(default_factory=BEFORE.copy)
@@ -165,6 +167,7 @@ FAMILIES = {
             "gemma3_text", "Gemma3", source="gemma3", norms=AROUND, norm_offset=1.0, scales_embedding=True,
             numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
         ),
+        Family("gemma4_text", lacking="its layers differ in the sizes of their heads", in_stages=False),
         Family("ministral", "Ministral"),
         Family("ministral3", "Ministral3", query_factors=_llama_4_factors),
         Family("arcee", "Arcee"),
@@ -275,13 +278,17 @@ def family_of(model: PreTrainedModel | ModelParts) -> Family:
         model_type = model.config.model_type
         found = FAMILIES.get(model_type)
         if found is None or found.prefix is None:
-            raise NotReadable(f"model_type {model_type!r} has no native form")
+            raise NotReadable(_without_native_form(f"model_type {model_type!r}", found))
         return found
     kind = type(model)
     family = NATIVE_CLASSES.get(kind.__name__)
     if family is None or kind.__module__ != family.module:
-        raise NotReadable(f"{kind.__name__} has no native form")
+        raise NotReadable(_without_native_form(kind.__name__, FAMILIES.get(model.config.model_type)))
     return family
+
+
+def _without_native_form(what: str, family: Family | None) -> str:
+    return f"{what} has no native form" + (f": {family.lacking}" if family is not None and family.lacking else "")
 
 
 def identity(model: PreTrainedModel | ModelParts, *, packed: bool = True) -> tuple[Any, ...]:

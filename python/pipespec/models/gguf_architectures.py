@@ -91,6 +91,8 @@ _SCALED = {"expert_weights_scale": "routed_scaling_factor"}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 """As llama.cpp chooses where a file names none."""
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+"""Of models whose layers with a window always have it."""
 _DELTA = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -123,7 +125,7 @@ class Architecture:
         rope_base: where the metadata name none.
         local_base: of layers with a window, which have a rotation of their own: where the metadata name none; 0: that of the others. None: one rotation for all.
         every: period of the layers without a window, used if the metadata have no pattern; None: all layers are alike.
-        window: of the layers that have one, where the metadata name none; 0: there is none. None: the model has no windows, and the key is of no effect, as in llama.cpp.
+        window: of the layers that have one, where the metadata name none; 0: there is none. None: the key is among ``numbers``, or the model has no windows and it is of no effect, as in llama.cpp.
         constants: of the configuration, which llama.cpp's code has and files have not. ``rope.NAME`` is one of ``rope_parameters``.
         only: keys whose other values describe a model that transformers lacks, with the value that is read.
         recurrent: type of the layers that have no queries; None: all have attention.
@@ -198,7 +200,7 @@ ARCHITECTURES = (
         flags={"attn_q.bias": "attention_bias", "attn_q_norm.weight": "use_qk_norm"},
     ),
     Architecture(
-        "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"}, every=4, window=0
+        "cohere2", "cohere2", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"} | _WINDOW, every=4
     ),
     Architecture(
         "deepseek2", "deepseek_v2", numbers=_ROUTED, options=_SCALED | _GROUPS, flags={}, has_latents=True,
@@ -238,7 +240,7 @@ ARCHITECTURES = (
         },
     ),
     Architecture(
-        "gpt-oss", "gpt_oss", numbers=_LOCAL | {"expert_feed_forward_length": "intermediate_size"}, flags={}, every=2, window=0,
+        "gpt-oss", "gpt_oss", numbers=_LOCAL | _WINDOW | {"expert_feed_forward_length": "intermediate_size"}, flags={}, every=2,
         tensors=_AFTER_ATTENTION, constants={"rope.truncate": False},
     ),
     Architecture(

@@ -163,14 +163,12 @@ def gguf_config(file: GgufFile) -> Any:
 def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     """The windows of the layers, and the rotation of those that have one."""
     name, count = row.name, config["num_hidden_layers"]
-    window = (
-        row.window
-        if row.window is None
-        else _size(file, f"{name}.attention.sliding_window", row.window or None, least=0)
-    )
-    if row.window is None and file.metadata.get(f"{name}.attention.sliding_window"):
+    key, is_needed = f"{name}.attention.sliding_window", "attention.sliding_window" in row.numbers
+    has_none = row.window is None and not is_needed
+    window = None if has_none else _size(file, key, row.window or None, least=int(is_needed))
+    if has_none and file.metadata.get(key):
         warnings.warn(
-            f"{file.path}: {name}.attention.sliding_window has no effect, as models of this architecture have no windows",
+            f"{file.path}: {key} has no effect, as models of this architecture have no windows",
             stacklevel=user_stacklevel(),
         )
     found: dict[str, Any] = {"sliding_window": window or None}
@@ -184,6 +182,9 @@ def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[
             f"{file.path} is damaged: its {name}.attention.sliding_window_pattern does not fit {count} layers"
         )
     found["layer_types"] = ["sliding_attention" if window and local else "full_attention" for local in pattern]
+    if row.local_base and not window:
+        # Transformers makes masks with windows for layers that are not there, too.
+        found["sliding_window"] = config["max_position_embeddings"]
     if row.local_base is not None:
         local = file.number(f"{name}.rope.freq_base_swa") or row.local_base or config["rope_parameters"]["rope_theta"]
         found["rope_parameters"] = {
@@ -323,6 +324,8 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
     rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
+    if rotated > head_dim:
+        raise ValueError(f"{file.path} is damaged: {rotated} elements of a head of {head_dim} are rotated")
     if row.partial:
         rope["partial_rotary_factor"] = rotated / head_dim
     elif rotated != head_dim:

@@ -1,7 +1,8 @@
 """Models out of GGUF files.
 
 The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
-block becomes float32, or bfloat16 where all matrices of the file are bfloat16.
+block becomes float32. A file without blocks is a model of floats, in bfloat16 where all of its matrices are that. The order of rows and columns may differ from
+transformers'.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
 
     Args:
         file: of an architecture in the table.
-        dtype: of what is not in blocks; ``"auto"``: as the module says.
+        dtype: of a model without blocks; ``"auto"``: as the module says.
 
     Raises:
         ValueError: it is damaged: the message names the tensor.
@@ -285,9 +286,10 @@ def warn_of_memory(path: str | Path) -> None:
 
 
 def _dtype(file: GgufFile, dtype: torch.dtype | str) -> torch.dtype:
-    if dtype != "auto":
-        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     types = {FLOATS.get(tensor.type) for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    # Products with blocks are in float32, and so is what lies between them.
+    if dtype != "auto" and None not in types:
+        return dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
     return torch.bfloat16 if types == {torch.bfloat16} else torch.float32
 
 

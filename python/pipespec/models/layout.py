@@ -64,16 +64,31 @@ class StateLayout(NamedTuple):
         return len(self.layers) * rows * states * (inputs + state)
 
 
-class CacheLayout(NamedTuple):
-    """Sizes of the keys and values of a model, equal in all of its layers that have attention, and the window of each layer.
+class LayerSizes(NamedTuple):
+    """Sizes of the keys and values of a layer.
 
     Attributes:
         heads: Heads of keys and values.
         key_dim: Size of a key.
         value_dim: Size of a value.
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+
+class CacheLayout(NamedTuple):
+    """Sizes of the keys and values of a model, and the window of each layer.
+
+    Attributes:
+        heads: Heads of keys and values; where the layers differ, the largest number.
+        key_dim: Size of a key, likewise.
+        value_dim: Size of a value, likewise.
         windows: Per layer, the number of last positions that a column sees, its own included; None: all.
         states: Of the recurrent layers, which have no keys and values; None: there are none.
         is_latent: Keys and values are two parts of one latent, which a storage keeps one behind the other.
+        own: Per layer its own sizes, None for a layer that reads the keys and values of another one. None: all layers with attention are alike.
     """
 
     heads: int
@@ -82,6 +97,7 @@ class CacheLayout(NamedTuple):
     windows: tuple[int | None, ...]
     states: StateLayout | None = None
     is_latent: bool = False
+    own: tuple[LayerSizes | None, ...] | None = None
 
     @classmethod
     def of(cls, config: Any, kv_heads: int | None = None) -> CacheLayout:
@@ -97,15 +113,21 @@ class CacheLayout(NamedTuple):
                 :data:`GATED_DELTA`.
         """
         config = text_config(config)
-        heads, key_dim, value_dim = _sizes(config)
+        own = _sizes_of_layers(config)
+        heads, key_dim, value_dim = _sizes(config) if own is None else map(max, zip(*filter(None, own), strict=True))
         is_latent = _has_latents(config) and caches_latents(config.model_type)
-        return cls(kv_heads or heads, key_dim, value_dim, _windows(config), _states(config), is_latent)
+        return cls(kv_heads or heads, key_dim, value_dim, _windows(config), _states(config), is_latent, own)
 
     @property
     def attention(self) -> tuple[int, ...]:
-        """Indices of the layers with keys and values."""
+        """Indices of the layers with keys and values of their own."""
         recurrent = () if self.states is None else self.states.layers
-        return tuple(layer for layer in range(len(self.windows)) if layer not in recurrent)
+        return tuple(i for i in range(len(self.windows)) if i not in recurrent and (self.own is None or self.own[i]))
+
+    def sizes(self, layer: int) -> LayerSizes:
+        """The sizes of a layer of :attr:`attention`."""
+        own = None if self.own is None else self.own[layer]
+        return own or LayerSizes(self.heads, self.key_dim, self.value_dim)
 
     def bytes_for(self, rows: int, capacity: int, dtype: torch.dtype, layers: int | None = None) -> int:
         """Bytes of the keys and values of ``layers`` layers (None: all), for ``rows`` sequences of ``capacity`` positions.
@@ -113,8 +135,11 @@ class CacheLayout(NamedTuple):
         With the states of recurrent layers, for which ``layers`` must be all: such a model is whole on one device.
         """
         states = 0 if self.states is None else self.states.bytes_for(rows, dtype)
-        layers = len(self.attention) if layers is None or self.states is not None else layers
-        return layers * self.heads * (self.key_dim + self.value_dim) * rows * capacity * dtype.itemsize + states
+        sizes = [heads * (key + value) for heads, key, value in map(self.sizes, self.attention)]
+        if layers is not None and self.states is None and layers < len(self.windows):
+            # Which layers they are is not known.
+            sizes = sorted(sizes)[-layers:]
+        return sum(sizes) * rows * capacity * dtype.itemsize + states
 
     def restricts(self, length: int) -> bool:
         """Whether a text of ``length`` tokens is longer than the window of some layer."""
@@ -135,6 +160,17 @@ def _sizes(config: Any) -> tuple[int, int, int]:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return heads, head_dim, getattr(config, "v_head_dim", None) or head_dim
+
+
+def _sizes_of_layers(config: Any) -> tuple[LayerSizes | None, ...] | None:
+    """:attr:`CacheLayout.own`, as Gemma 4 has them."""
+    shares = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
+    if not getattr(config, "is_heterogeneous", False) and "reuse" not in shares:
+        return None
+    return tuple(
+        None if share == "reuse" else LayerSizes(*_sizes(of_layer))
+        for share, of_layer in zip(shares, config.per_layer_config, strict=True)
+    )
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from pipespec.errors import mark_final
+from pipespec.errors import mark_final, user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec_kernels.formats import FORMATS, QUANTIZERS, QuantizedMatrix, WeightFormat, dequantize
 from pipespec_kernels.packed import PackedMatrix
@@ -409,15 +410,15 @@ def filled(
         text = " ".join(str(error).split())
         raise ValueError(f"{source} describes no {config.model_type} model: {text}") from error
     base: Any = model.model
-    # Buffers are computed, not loaded. In transformers 5.0 some attentions have a rotary embedding of their own.
-    for module in list(model.modules()):
-        if (rotary := module._modules.get("rotary_emb")) is not None:
-            module.rotary_emb = type(rotary)(config=config)
     if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
         base.embed_tokens.embed_scale = torch.tensor(scale)
     for name, module in list(model.named_modules()):
         if module._parameters and (made := fill(name, module)) is not module:
             model.set_submodule(name, made)
+    # Buffers are computed, not loaded: now that the sizes are known to be those of the weights. In transformers 5.0 some attentions have a rotary embedding of their own.
+    for module in list(model.modules()):
+        if (rotary := module._modules.get("rotary_emb")) is not None:
+            module.rotary_emb = type(rotary)(config=config)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and not has_blocks(head) and not has_blocks(embedding):
         head.weight = embedding.weight
@@ -449,9 +450,19 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel) -> PreTrainedModel:
-    """The model, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32."""
-    if str(dtype).removeprefix("torch.") == "float32":
+    """A model for the CPU, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32.
+
+    Warns of another one where there are blocks: such a model computes in float32.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32":
         text_config(model.config).kv_dtype = None
+    elif name != "auto" and has_blocks(model):
+        warnings.warn(
+            f"{model.config._name_or_path}: its matrices are in blocks, and on a CPU such a model computes in float32, with keys and values in bfloat16: "
+            f"dtype={name!r} has no effect",
+            stacklevel=user_stacklevel(),
+        )
     return model
 
 
