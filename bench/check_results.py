@@ -32,6 +32,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
     "head.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
+    "head_training.json": ("python/pipespec_train", "bench/recipes"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "price.json": (
         "csrc/cpu",
@@ -55,7 +56,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "quality.json", "spd_real.json"}
+MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "head_training.json", "quality.json", "spd_real.json"}
 """Files of hardware that is not at hand, of hours of training, and of an hour of texts or of reading: an older one is named, and is no failure."""
 
 

@@ -95,6 +95,9 @@ def product_cases() -> Iterator[CompileCase]:
             yield replace(case, name=f"{case.name}, {name}")
     yield linear("down, q8_0", "fp16", 2048, 5632, 2200, LAYOUT=LAYOUTS["q8_0"])
     yield linear("gate_up, q8_0", "bf16", 28672, 4096, 7600, 16, KIND=0, NORM=True, LAYOUT=LAYOUTS["q8_0"])
+    yield linear("gate_up, e4m3", "bf16", 28672, 4096, 7600, 16, KIND=0, NORM=True, LAYOUT=LAYOUTS["e4m3"])
+    case = qkv("bf16", 128, 128, 4096, 3600, LAYOUT=LAYOUTS["e4m3"])
+    yield replace(case, name=f"{case.name}, e4m3")
     rows = {"LAYOUT": LAYOUTS["q4_k"], "HAS_INDEX": False, "N": 4096, "K": 4096, "TILES": TILES}
     for name, index in (("all", False), ("of tokens", True)):
         yield CompileCase(
@@ -109,6 +112,10 @@ def bytes_per_weight(constants: dict[str, Any], dtype: str) -> float:
     return BYTES[dtype] if layout is None else layout.nbytes / (BAND * WIDTH)
 
 
+OF_OPERANDS = "lane = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warp = [[1, 0, 0], [2, 0, 0]]"
+"""The first operand of ``mma`` in Triton's intermediate code: which numbers a thread has, with 8 columns in a row."""
+
+
 def product_faults(
     report: dict[str, Any], sass: list[tuple[int, str]], ttgir: str, constants: dict[str, Any]
 ) -> list[str]:
@@ -121,7 +128,10 @@ def product_faults(
     needed = 2 if in_tiles else 4
     if constants["PDL"] and report["before_wait"] < needed:
         found.append(f"{report['before_wait']} loads of weights before the wait, {needed} needed")
-    if in_tiles and half and re.search(r"(local_load|convert_layout)\b.*-> .*dot_op<\{opIdx = 0", ttgir):
+    moved = re.findall(r"(?:local_load|convert_layout)\b.*: tensor<\S+, (#\w+).*> -> .*dot_op<\{opIdx = 0", ttgir)
+    # A layout that gives each thread its own operands, in another order of its registers.
+    of_threads = re.findall(rf"(?m)^(#linear\d*) = #ttg.linear<\{{register = .*, {re.escape(OF_OPERANDS)}", ttgir)
+    if in_tiles and half and not set(moved).issubset(of_threads):
         found.append("decoded weights go from thread to thread")
     steps = constants["K"] // (PARTS * constants["BLOCK"])
     if steps > 2 and not any(re.search(r"\bLDGSTS\S*\.128\b", text) for _, text in sass):

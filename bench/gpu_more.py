@@ -24,7 +24,7 @@ from pipespec.models.tiled import TiledLinear
 from pipespec.schedules import base
 from pipespec_kernels.block_layouts import half_bytes
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix
-from pipespec_kernels.tiles import in_tiles
+from pipespec_kernels.tiles import WIDTH, TiledMatrix, float8_in_tiles, in_tiles
 from pipespec_train.heads import head_for
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
@@ -88,14 +88,14 @@ class More:
         return found
 
     def formats(self) -> dict[str, Any]:
-        """Tokens per second with weights in formats of GGUF files: of plain decoding with random ones, whose text means nothing, and of rounds of a target and a draft
+        """Tokens per second with weights in formats of GGUF files and in floats of 8 bits: of plain decoding with random ones, whose text means nothing, and of rounds of a target and a draft
         in 4 bits. And the bytes of the target's weights."""
         ids, found = self.prompt(64), dict[str, Any]()
-        for name in ("q4_0",) if self.dry else ("q8_0", "q4_k", "q6_k", "mxfp4"):
+        for name in ("q4_0", "e4m3") if self.dry else ("q8_0", "e4m3", "q4_k", "q6_k", "mxfp4"):
             model = plant(self.names[1:], texts=0, **self.place).models[0]
             for at, linear in list(model.named_modules()):
                 if isinstance(linear, torch.nn.Linear):
-                    tiles = in_tiles(random_blocks(name, *linear.weight.shape), self.place["device"])
+                    tiles = random_tiles(name, *linear.weight.shape, self.place["device"])
                     model.set_submodule(at, TiledLinear(tiles, self.place["dtype"]))
             with Pipeline(model, [], graphs=True, prefix_cache=0) as pipe:
                 _, seconds = self.timed(pipe.generate, ids, self.tokens, **GREEDY)
@@ -119,14 +119,19 @@ class More:
         return found
 
 
-def random_blocks(name: str, rows: int, columns: int) -> QuantizedMatrix:
-    """A matrix of random codes, whose scales are small numbers."""
-    form, noise = FORMATS[name], torch.Generator().manual_seed(0)
+def random_tiles(name: str, rows: int, columns: int, device: Any) -> TiledMatrix:
+    """A matrix of random codes, whose scales are small numbers, in tiles."""
+    noise = torch.Generator().manual_seed(0)
+    if name == "e4m3":
+        codes = torch.randint(0, 127, (rows, columns), generator=noise, dtype=torch.uint8, device="cpu")
+        scale = torch.full((rows, -(-columns // WIDTH)), 1e-5)
+        return float8_in_tiles(codes.view(torch.float8_e4m3fn), scale, device)
+    form = FORMATS[name]
     data = torch.randint(0, 127, (rows, form.row_bytes(columns)), generator=noise, dtype=torch.uint8, device="cpu")
     blocks = data.view(-1, form.block_bytes)
     for at in form.halves:
         blocks[:, at : at + 2] = half_bytes(torch.full((1, 1), 1e-5))
-    return QuantizedMatrix(form, data, (rows, columns))
+    return in_tiles(QuantizedMatrix(form, data, (rows, columns)), device)
 
 
 def main() -> None:

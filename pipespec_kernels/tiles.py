@@ -10,7 +10,7 @@ A weight is ``scale * number + minimum`` in float32, rounded once to the dtype o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from pipespec_kernels.block_layouts import E2M1, IQ2, IQ3_S, IQ3_XXS, IQ4, Parts, looked_up, power
 from pipespec_kernels.formats import QuantizedMatrix
 
-__all__ = ["LAYOUTS", "TileLayout", "TiledMatrix", "in_tiles"]
+__all__ = ["LAYOUTS", "TileLayout", "TiledMatrix", "float8_in_tiles", "in_tiles"]
 
 BAND = 8
 """Rows of a tile."""
@@ -29,12 +29,12 @@ BAND = 8
 WIDTH = 128
 """Columns of a tile."""
 
-HALF, STEPS, PAIRS, POWERS, WORDS = range(5)
+HALF, STEPS, PAIRS, POWERS, WORDS, ONE = range(6)
 """Kinds of scales. One float16 for 32 columns; or a float16 for the tile, times an integer of 8 bits for 32 or 16 columns, or one of 4 bits, beside which are those of the
-minimum; or a power of two for 32 columns; or a float32 for 16."""
+minimum; or a power of two for 32 columns; or a float32 for 16, or for the tile."""
 
-LINEAR, FLOATS, TABLE = range(3)
-"""Kinds of codes: numbers less an offset, floats of 4 bits, places in a table."""
+LINEAR, FLOATS, TABLE, E4M3 = range(4)
+"""Kinds of codes: numbers less an offset, floats of 4 bits, places in a table, floats of 8 bits."""
 
 _CHUNK = 1 << 22  # weights that are brought into tiles at a time
 
@@ -46,11 +46,11 @@ class TileLayout(NamedTuple):
         low: bits of a code in the first plane of codes: 2 or 4.
         high: bits above them, in the second plane: 0, 1, 2 or 4. 0: there is none.
         zero: the code of the number 0.
-        scales: :data:`HALF`, :data:`STEPS`, :data:`PAIRS`, :data:`POWERS` or :data:`WORDS`.
-        group: columns of one scale: 32 or 16.
+        scales: :data:`HALF`, :data:`STEPS`, :data:`PAIRS`, :data:`POWERS`, :data:`WORDS` or :data:`ONE`.
+        group: columns of one scale: 32, 16 or 128.
         minima: whether a minimum is added, of which there are as many as scales.
         signed: whether the integers of :data:`STEPS` have a sign.
-        codes: :data:`LINEAR`, :data:`FLOATS` or :data:`TABLE`.
+        codes: :data:`LINEAR`, :data:`FLOATS`, :data:`TABLE` or :data:`E4M3`.
         words: a table's 16 numbers plus 128, four in each word of 32 bits.
         factor: what all scales are multiplied by, a power of two.
     """
@@ -68,7 +68,7 @@ class TileLayout(NamedTuple):
 
     @property
     def values(self) -> tuple[int, ...]:
-        """The numbers of 16 codes; none where they are linear."""
+        """The numbers of 16 codes; none where they are linear or have 8 bits."""
         bytes_of = (word >> shift & 255 for word in self.words for shift in (0, 8, 16, 24))
         return E2M1 if self.codes == FLOATS else tuple(byte - 128 for byte in bytes_of)
 
@@ -76,7 +76,7 @@ class TileLayout(NamedTuple):
     def pieces(self) -> tuple[int, ...]:
         """Bytes per row of a tile of each kind of number behind the codes: low and high bytes of scales, likewise of minima; or the four bytes of
         scales; or the float16 heads of scale and minimum, scales, minima."""
-        if self.scales == POWERS:
+        if self.scales in (POWERS, ONE):
             return (4,)
         if self.scales == WORDS:
             return (8,) * 4
@@ -98,6 +98,7 @@ def _table(values: tuple[int, ...], scales: int, group: int, factor: float = 1.0
 
 LAYOUTS: Mapping[str, TileLayout] = {
     "q8_0": TileLayout(4, 4, 128),
+    "e4m3": TileLayout(4, 4, 0, ONE, group=WIDTH, codes=E4M3),
     "q6_k": TileLayout(4, 2, 32, STEPS, group=16, signed=True),
     "q5_1": TileLayout(4, 1, minima=True),
     "q5_k": TileLayout(4, 1, 0, STEPS, minima=True),
@@ -115,7 +116,7 @@ LAYOUTS: Mapping[str, TileLayout] = {
     "q3_k": TileLayout(2, 1, 4, STEPS, group=16, signed=True),
     "q2_k": TileLayout(2, 0, 0, PAIRS, group=16, minima=True),
 }
-"""The formats that GPUs multiply with, by name."""
+"""The formats that GPUs multiply with, by name: those of blocks, and ``"e4m3"`` of :func:`float8_in_tiles`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +158,7 @@ class TiledMatrix:
         return LAYOUTS[self.format]
 
     def decoded(self) -> Tensor:
-        """The weights: float32 ``[rows, columns]``, with the bits of :func:`pipespec_kernels.formats.dequantize`. On any device, with much memory; see
+        """The weights: float32 ``[rows, columns]``, with the bits of :func:`pipespec_kernels.formats.dequantize`, or of floats of 8 bits times their scales. On any device, with much memory; see
         :func:`pipespec_kernels.ops.decode_rows`."""
         return self.rows(torch.arange(self.shape[0], device=self.data.device))
 
@@ -174,7 +175,10 @@ class TiledMatrix:
             at += WIDTH * bits
         codes = planes[0] | planes[1] << layout.low if layout.high else planes[0]
         codes = codes.transpose(2, 3).reshape(len(index), -1)
-        numbers = (looked_up(layout.values, codes) if layout.values else codes.short() - layout.zero).float()
+        if layout.codes == E4M3:
+            numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
+        else:
+            numbers = (looked_up(layout.values, codes) if layout.values else codes.short() - layout.zero).float()
         pieces = []
         for size in layout.pieces:
             piece = torch.unflatten(tiles[:, :, at : at + BAND * size], 2, (BAND, size))[band, :, within]
@@ -190,6 +194,8 @@ def _scales_of(layout: TileLayout, pieces: list[Tensor]) -> tuple[Tensor, ...]:
     """Scales and minima ``[n, columns / group]`` of bytes ``[n, tiles, b]``."""
     if layout.scales == POWERS:
         return (power(pieces[0]).flatten(1),)
+    if layout.scales == ONE:
+        return (pieces[0].view(torch.float32).flatten(1),)
     if layout.scales == HALF:
         halves = [torch.stack(pair, -1).view(torch.float16) for pair in zip(pieces[::2], pieces[1::2], strict=True)]
         return tuple(half.float().flatten(1) for half in halves)
@@ -223,24 +229,64 @@ def in_tiles(matrix: QuantizedMatrix, device: torch.device | str | None = None) 
     name, (rows, columns) = matrix.format.name, matrix.shape
     if name not in LAYOUTS:
         raise ValueError(f"{name!r} has no tiles; the formats that have some are {', '.join(LAYOUTS)}")
-    layout, count = LAYOUTS[name], -(-columns // WIDTH)
+    layout = LAYOUTS[name]
     device = matrix.data.device if device is None else torch.device(device)
+
+    def part(of: slice) -> tuple[Tensor, list[Tensor]]:
+        blocks = matrix.data[of].to(device)
+        parts = matrix.format.read(blocks.reshape(-1, matrix.format.block_bytes))
+        return _codes(layout, parts.codes).view(-1, columns), _pieces(layout, parts)
+
+    return _made(name, (rows, columns), device, part)
+
+
+def float8_in_tiles(weight: Tensor, scale: Tensor, device: torch.device | str | None = None) -> TiledMatrix:
+    """Floats of 8 bits in tiles, as :func:`in_tiles`: format ``"e4m3"``.
+
+    Args:
+        weight: float8_e4m3fn ``[rows, columns]``.
+        scale: float32 ``[rows, tiles]``, each for 128 columns of its row. A weight is its product with its scale.
+        device: of the result; None: that of ``weight``.
+
+    Raises:
+        ValueError: another dtype or shape, or a weight that is not finite.
+    """
+    (rows, columns), device = weight.shape, weight.device if device is None else torch.device(device)
+    wanted = torch.float8_e4m3fn, torch.float32, (rows, -(-columns // WIDTH))
+    if (weight.dtype, scale.dtype, tuple(scale.shape)) != wanted:
+        raise ValueError(
+            f"floats of 8 bits are float8_e4m3fn and have float32 scales {list(wanted[2])}, got {weight.dtype} and {scale.dtype} {list(scale.shape)}"
+        )
+    if bool((weight.view(torch.uint8) & 127 == 127).any()):
+        raise ValueError("it has weights that are not finite")
+
+    def part(of: slice) -> tuple[Tensor, list[Tensor]]:
+        codes = weight[of].to(device).contiguous().view(torch.uint8)
+        return codes, [scale[of].to(device).contiguous().view(torch.uint8)]
+
+    return _made("e4m3", (rows, columns), device, part)
+
+
+def _made(
+    name: str, shape: tuple[int, int], device: torch.device, part: Callable[[slice], tuple[Tensor, list[Tensor]]]
+) -> TiledMatrix:
+    """A matrix in tiles. ``part`` gives codes of some rows, uint8 ``[n, columns]``, and the bytes behind them, as :attr:`TileLayout.pieces` lists them."""
+    layout, (rows, columns) = LAYOUTS[name], shape
+    count = -(-columns // WIDTH)
     data = torch.empty((-(-rows // BAND), count * layout.nbytes), dtype=torch.uint8, device=device)
     step = max(1, _CHUNK // columns // BAND)
     for first in range(0, len(data), step):
-        blocks = matrix.data[first * BAND : (first + step) * BAND].to(device)
-        n, bands = len(blocks), -(-len(blocks) // BAND)
-        parts = matrix.format.read(blocks.reshape(-1, matrix.format.block_bytes))
-        pad = (0, count * WIDTH - columns, 0, bands * BAND - n)
-        codes = F.pad(_codes(layout, parts.codes).reshape(n, columns), pad)
+        codes, pieces = part(slice(first * BAND, (first + step) * BAND))
+        n, bands = len(codes), -(-len(codes) // BAND)
+        codes = F.pad(codes, (0, count * WIDTH - columns, 0, bands * BAND - n))
         order = codes.view(bands, BAND, count, 4, 4, 8).permute(0, 2, 1, 4, 3, 5)
         planes = [_packed(order & (1 << layout.low) - 1, layout.low)]
         if layout.high:
             planes.append(_packed(order >> layout.low, layout.high))
-        for size, piece in zip(layout.pieces, _pieces(layout, parts), strict=True):
+        for size, piece in zip(layout.pieces, pieces, strict=True):
             planes.append(_of_tiles(layout, piece.reshape(n, -1), size, count, bands))
         data[first : first + step] = torch.cat([plane.reshape(bands, count, -1) for plane in planes], 2).flatten(1)
-    return TiledMatrix(name, data, (rows, columns))
+    return TiledMatrix(name, data, shape)
 
 
 def _codes(layout: TileLayout, numbers: Tensor) -> Tensor:

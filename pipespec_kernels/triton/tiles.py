@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipespec_kernels.tiles import BAND, FLOATS, HALF, LINEAR, PAIRS, POWERS, WIDTH, TiledMatrix
+from pipespec_kernels.tiles import BAND, E4M3, FLOATS, HALF, LINEAR, ONE, PAIRS, POWERS, WIDTH, TiledMatrix
 from pipespec_kernels.tiles import WORDS as FLOAT32
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
@@ -18,8 +18,8 @@ from pipespec_kernels.triton.norm import rounded
 
 # Places in a TileLayout, which kernels have as a constant.
 LOW, HIGH, ZERO, SCALES, GROUP, MINIMA, SIGNED, CODES, WORDS, FACTOR = (tl.constexpr(i) for i in range(10))
-OF_32, IN_PAIRS, IN_POWERS, IN_WORDS = (tl.constexpr(kind) for kind in (HALF, PAIRS, POWERS, FLOAT32))
-ARE_LINEAR, ARE_FLOATS = tl.constexpr(LINEAR), tl.constexpr(FLOATS)
+OF_32, IN_PAIRS, IN_POWERS, IN_WORDS, OF_TILE = (tl.constexpr(kind) for kind in (HALF, PAIRS, POWERS, FLOAT32, ONE))
+ARE_LINEAR, ARE_FLOATS, ARE_E4M3 = (tl.constexpr(kind) for kind in (LINEAR, FLOATS, E4M3))
 COLUMNS = tl.constexpr(WIDTH)
 ROWS = tl.constexpr(BAND)
 
@@ -31,7 +31,7 @@ TILES = 4
 def tile_bytes(LAYOUT: tl.constexpr):
     """Bytes of a tile."""
     KIND: tl.constexpr = LAYOUT[SCALES]
-    WIDE: tl.constexpr = 4 if KIND == IN_WORDS else 2 if KIND == OF_32 else 1
+    WIDE: tl.constexpr = 2 if KIND == OF_32 else 4 if KIND == IN_WORDS else 4 if KIND == OF_TILE else 1
     ONE: tl.constexpr = COLUMNS // LAYOUT[GROUP] * WIDE
     HEAD: tl.constexpr = 0 if WIDE > 1 or KIND == IN_POWERS else 4
     COUNT: tl.constexpr = 2 if LAYOUT[MINIMA] and KIND != IN_PAIRS else 1
@@ -118,6 +118,15 @@ def load_scales(at, there, LAYOUT: tl.constexpr, EVEN: tl.constexpr):
         bits |= load_numbers(bytes_of + ROWS * 24, there, EVEN).to(tl.int32) << 24
         scale = bits.to(tl.float32, bitcast=True)
         minimum = scale
+    elif LAYOUT[SCALES] == OF_TILE:
+        # One byte for each of a thread's groups: as in the other kinds, such loads give a thread 8 columns in a row.
+        part = load_numbers(at + row * 4 + group, there, EVEN).to(tl.int32) << (group * 8)
+        low, high = tl.split(tl.reshape(part, (part.shape[0], part.shape[1], 32, 2, 2)))
+        low, high = tl.split(low | high)
+        bits = tl.join(low | high, low | high)
+        bits = tl.reshape(tl.join(bits, bits), part.shape)
+        scale = bits.to(tl.float32, bitcast=True)
+        minimum = scale
     else:
         NUMBERS: tl.constexpr = COLUMNS // LAYOUT[GROUP]
         heads = load_numbers(at.to(tl.pointer_type(tl.int32)) + row, there, EVEN)
@@ -149,6 +158,9 @@ def weight_of(low, high, scale, minimum, n: tl.constexpr, dtype: tl.constexpr, L
     if LAYOUT[CODES] == ARE_FLOATS:
         # One bit of sign, two of exponent, one of mantissa: doubled, those of a smaller float32.
         number = ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 1.7014118346046923e38
+    elif LAYOUT[CODES] == ARE_E4M3:
+        # Likewise: 2 ** 120 is the difference of the exponents' offsets.
+        number = ((code & 127) << 20 | (code & 128) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36
     else:
         ZERO_CODE: tl.constexpr = LAYOUT[ZERO] if LAYOUT[CODES] == ARE_LINEAR else 128
         if LAYOUT[CODES] != ARE_LINEAR:

@@ -7,7 +7,7 @@ import torch
 
 from pipespec_kernels import block_layouts, ops
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, quantize
-from pipespec_kernels.tiles import LAYOUTS, TiledMatrix, in_tiles
+from pipespec_kernels.tiles import LAYOUTS, WIDTH, TiledMatrix, float8_in_tiles, in_tiles
 
 TABLES = {"table_iq3_s": block_layouts.IQ3_S, "table_iq3_xxs": block_layouts.IQ3_XXS, "table_iq2": block_layouts.IQ2}
 
@@ -38,10 +38,40 @@ def with_heads(matrix: QuantizedMatrix, head: float) -> QuantizedMatrix:
 
 
 def test_all_formats_have_tiles() -> None:
-    assert FORMATS.keys() == LAYOUTS.keys()
+    assert FORMATS.keys() | {"e4m3"} == LAYOUTS.keys()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def float8_of(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Floats of 8 bits, all finite ones among them, with scales from subnormal to large; and the products of both."""
+    codes = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns) % 256
+    codes = torch.where(codes & 127 == 127, 1, codes).to(torch.uint8)
+    generator = torch.Generator().manual_seed(rows)
+    scale = torch.randn((rows, -(-columns // WIDTH)), generator=generator) * 1e-3
+    scale[0] = 1e-40
+    scale[-1] = -1e30
+    weight = codes.view(torch.float8_e4m3fn)
+    return weight, scale, weight.float() * scale.repeat_interleave(WIDTH, 1)[:, :columns]
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(16, 256), (21, 300), (1, 20)])
+def test_floats_of_8_bits(rows: int, columns: int) -> None:
+    weight, scale, wanted = float8_of(rows, columns)
+    tiled = float8_in_tiles(weight, scale)
+    assert torch.equal(tiled.decoded(), wanted)
+    assert torch.equal(ops.decode_rows(tiled, torch.tensor([rows - 1, 0])), wanted[[rows - 1, 0]])
+
+
+def test_floats_of_8_bits_that_do_not_fit_are_named() -> None:
+    weight, scale, _ = float8_of(8, 256)
+    with pytest.raises(
+        ValueError, match=r"float32 scales \[8, 2\], got torch.float8_e4m3fn and torch.float32 \[8, 1\]"
+    ):
+        float8_in_tiles(weight, scale[:, :1])
+    with pytest.raises(ValueError, match="weights that are not finite"):
+        float8_in_tiles(torch.full((8, 256), float("nan")).to(torch.float8_e4m3fn), scale)
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_those_of_the_blocks(name: str) -> None:
     for rows, blocks in ((16, 2), (21, 3), (1, 1)):
         matrix = matrix_of(name, rows, blocks * FORMATS[name].block)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -86,13 +87,24 @@ class Matrix:
         self.values = e2m1 * of_group.repeat_interleave(16, 1)
         return {names[0]: packed, "weight_scale": scales, names[1]: factor, names[2]: torch.ones(1)}
 
+    def floats_of_8_bits(self, name, blocks):
+        """The numbers as floats of 8 bits. ``blocks``: rows and inputs of a scale, 0: all inputs; None: of the matrix."""
+        weight = (self.numbers - 8.0).to(torch.float8_e4m3fn)
+        rows, inputs = weight.shape
+        of_rows, of_inputs = blocks or (rows, 0)
+        shape = -(-rows // of_rows), -(-inputs // of_inputs) if of_inputs else 1
+        scales = 0.001 * (1 + torch.arange(shape[0] * shape[1]).float().view(shape) % 5)
+        each = scales.repeat_interleave(of_rows, 0)[:rows].repeat_interleave(of_inputs or inputs, 1)[:, :inputs]
+        self.values = weight.float() * each
+        return {"weight": weight, name: scales if blocks else scales.view(())}
+
     def int8(self):
         return {"weight": (self.numbers - 128).to(torch.int8), "weight_scale": self.scales}
 
 
-def write(folder, pack, settings, *, model_type="qwen2", tied=True, **matrix):
+def write(folder, pack, settings, *, model_type="qwen2", tied=True, vocabulary=LARGE["vocab_size"], **matrix):
     """A checkpoint of a tiny model, its linear modules packed but for the head. Returns the values of the matrices."""
-    model = tiny(model_type, LARGE, tie_word_embeddings=tied)
+    model = tiny(model_type, LARGE, tie_word_embeddings=tied, vocab_size=vocabulary)
     save(model, folder, quantization_config=settings)
     tensors, values = load_file(folder / "model.safetensors"), {}
     for seed, (name, module) in enumerate(model.named_modules()):
@@ -105,8 +117,8 @@ def write(folder, pack, settings, *, model_type="qwen2", tied=True, **matrix):
     return values
 
 
-def compressed(kind="pack-quantized", bits=4):
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+def compressed(kind="pack-quantized", bits=4, **more):
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32} | more
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -118,6 +130,24 @@ def compressed(kind="pack-quantized", bits=4):
 GPTQ, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm"}
 ODD, BF16 = {"symmetric": False}, {"dtype": torch.bfloat16}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+FLOATS_8 = {
+    "fp8, blocks": (FP8, lambda m: m.floats_of_8_bits("weight_scale_inv", (128, 128))),
+    "fp8, matrices": (FP8 | {"weight_block_size": None}, lambda m: m.floats_of_8_bits("weight_scale_inv", None)),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, lambda m: m.floats_of_8_bits("weight_scale", (1, 0))),
+    "compressed-tensors, rows": (
+        compressed("float-quantized", 8),
+        lambda m: m.floats_of_8_bits("weight_scale", (1, 0)),
+    ),
+    "compressed-tensors, blocks": (
+        compressed("float-quantized", 8, block_structure=[64, 128]),
+        lambda m: m.floats_of_8_bits("weight_scale", (64, 128)),
+    ),
+    "modelopt, floats of 8 bits": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        lambda m: m.floats_of_8_bits("weight_scale", None),
+    ),
+}
 KINDS = {
     "gptq": (GPTQ, Matrix.gptq, {}, "q4_0"),
     "gptq, whole rows": (GPTQ, Matrix.gptq, {"group": 256}, "q4_0"),
@@ -154,6 +184,55 @@ def test_matrices_have_the_values_of_the_checkpoint(tmp_path, kind):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def changed(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+NAME = "model.layers.1.mlp.up_proj"
+
+
+@pytest.mark.parametrize("kind", FLOATS_8)
+def test_floats_of_8_bits_become_16_on_a_cpu(tmp_path, kind):
+    """A line says so. The model is one of 16 bits."""
+    settings, pack = FLOATS_8[kind]
+    values = write(tmp_path, pack, settings)
+    with pytest.warns(UserWarning, match=r"no kernel for a CPU multiplies with floats of 8 bits: .* GB in bfloat16"):
+        model = load_model(tmp_path)
+    for name, expected in values.items():
+        assert torch.equal(model.get_submodule(name).weight, expected.bfloat16()), name
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert native_unsupported_reason(model) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t[f"{NAME}.weight"].view(torch.uint8)[3, 5].fill_(127), "up_proj: it is damaged: it has numbers that are not finite"),
+        (lambda t: t[f"{NAME}.weight_scale_inv"].fill_(float("nan")), "not finite"),
+        (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].to(torch.float8_e5m2)}), "float8_e5m2, not float8_e4m3fn"),
+        (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 2)}), r"scales \[3, 2\] of \[512, 256\] floats of 8 bits, in blocks of \[128, 128\], are not"),
+    ],
+)  # fmt: skip
+def test_floats_of_8_bits_that_do_not_fit_are_named(tmp_path, change, words):
+    write(tmp_path, FLOATS_8["fp8, blocks"][1], FP8)
+    changed(tmp_path, change)
+    with pytest.raises(ValueError, match=words):
+        load_model(tmp_path)
+
+
+def test_tensors_that_transformers_passes_over_are_passed_over(tmp_path, monkeypatch):
+    """As the layers for multi-token prediction in a checkpoint."""
+    values = write(tmp_path, Matrix.gptq, GPTQ)
+    changed(tmp_path, lambda t: t.update({"mtp.fc.weight": torch.ones(4, 4)}))
+    with pytest.raises(ValueError, match=r"no module of a qwen2 model takes the tensor mtp\.fc\.weight"):
+        load_model(tmp_path)
+    monkeypatch.setattr(transformers.Qwen2ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp\."])
+    assert torch.equal(dequantize(load_model(tmp_path).get_submodule(NAME).matrix), values[NAME])
+
+
 def test_text_is_that_of_plain_decoding(tmp_path):
     write(tmp_path, Matrix.gptq, GPTQ)
     common = {"do_sample": False, "max_new_tokens": 24}
@@ -178,15 +257,6 @@ def test_other_families_and_files_in_parts(tmp_path, model_type):
         assert torch.equal(dequantize(model.get_submodule(name).matrix), expected)
     with torch.inference_mode():
         assert model(input_ids=TEXT).logits.isfinite().all()
-
-
-def changed(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
-NAME = "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +286,8 @@ def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
         (GPTQ | {"bits": 3}, "checkpoint of gptq .* with weights of 3 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
         (AWQ | {"version": "gemv"}, "checkpoint of awq in the format 'gemv' with weights of 4 bits"),
-        (compressed("float-quantized", 8), "format 'float-quantized' with weights of 8 bits"),
+        (compressed("naive-quantized", 8), "format 'naive-quantized' with weights of 8 bits"),
+        (FP8 | {"fmt": "e5m2"}, "checkpoint of fp8 in the format 'e5m2'"),
         (compressed(bits=3), "weights of 3 bits"),
         (compressed() | {"transform_config": {"config_groups": {"R1": {}}}}, r"inputs are rotated .*transform_config"),
     ],

@@ -86,12 +86,14 @@ def on_the_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A target with :data:`MIXED` matrices, and a draft in 4 bits."""
+    """A target with :data:`MIXED` matrices, a draft in 4 bits, and a checkpoint of floats of 8 bits."""
     folder = tmp_path_factory.mktemp("files")
     model = gguf_files.tiny("llama", SIZES)
     gguf_files.write(model, folder / "target.gguf", MIXED)
     gguf_files.write(model, folder / "draft.gguf", "q4_0")
-    return folder / "target.gguf", folder / "draft.gguf"
+    settings, pack = group_checkpoints.FLOATS_8["fp8, blocks"]
+    group_checkpoints.write(folder / "float8", pack, settings, vocabulary=VOCABULARY)
+    return folder / "target.gguf", folder / "draft.gguf", folder / "float8"
 
 
 def test_a_file_is_loaded_in_the_dtype_of_gpus(files, on_the_cpu):
@@ -128,6 +130,21 @@ def test_a_checkpoint_of_integers_is_in_tiles(tmp_path, on_the_cpu):
         pytest.raises(ImportError, match=r"optimum|gptqmodel"),
     ):
         load_model(tmp_path, device="cuda")  # which needs a package
+
+
+@pytest.mark.parametrize("kind", group_checkpoints.FLOATS_8)
+def test_floats_of_8_bits_stay(tmp_path, on_the_cpu, kind):
+    """On a GPU they are in tiles, with the values of the checkpoint."""
+    settings, pack = group_checkpoints.FLOATS_8[kind]
+    values = group_checkpoints.write(tmp_path, pack, settings, vocabulary=VOCABULARY)
+    model = load_model(tmp_path, device="cuda")
+    assert on_the_cpu == [("cuda", torch.bfloat16)]
+    for name, wanted in values.items():
+        assert model.get_submodule(name).form.format == "e4m3"
+        assert torch.equal(model.get_submodule(name).matrix.decoded(), wanted)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.set_attn_implementation(ATTENTION)
+    check_static_logits(model, torch.bfloat16)
 
 
 def test_int8_is_dequantised_once(on_the_cpu):
@@ -198,12 +215,14 @@ def test_a_worker_builds_the_same_modules():
         ("plain", "prompt", True),
         ("rounds", "greedy", False),
         ("rounds", "sampled", False),
+        ("rounds", "floats of 8 bits", False),
         ("streams", "greedy", False),
     ],
 )
 def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind, exact):
     """With a draft in 4 bits: the text of plain decoding without graphs."""
-    target, draft = (load_model(path, dtype="float32", device="cuda") for path in files)
+    target, draft, float8 = (load_model(path, dtype="float32", device="cuda") for path in files)
+    target = float8 if kind == "floats of 8 bits" else target
     lengths = {"shortest": 70, "longest": 120} if kind == "prompt" else {"shortest": 6}
     ids, mask = left_pad(random_prompts(2, seed=5, **lengths))
     options = {

@@ -323,15 +323,9 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     if base <= 0:
         raise ValueError(f"{file.path} is damaged: its {name}.rope.freq_base is {base}")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _shortest(base)}
-    rotated = _size(file, f"{name}.rope.dimension_count", head_dim)
-    if rotated > head_dim:
-        raise ValueError(f"{file.path} is damaged: {rotated} elements of a head of {head_dim} are rotated")
+    rotated = _rotated(file, row, head_dim)
     if row.partial:
         rope["partial_rotary_factor"] = rotated / head_dim
-    elif rotated != head_dim:
-        raise ValueError(
-            f"{file.path}: {name}.rope.dimension_count is {rotated}, and a head has {head_dim}, which is not supported"
-        )
     # The name of the first files of 2023 is rope.scale_linear; a factor without a type is linear.
     factor = file.number(f"{scaling}.factor", file.number(f"{name}.rope.scale_linear")) or 1.0
     if factor < 0:
@@ -358,6 +352,17 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     if ROPE_FACTORS in file.tensors:
         rope |= _llama3(file, rope["rope_theta"], rotated)
     return rope
+
+
+def _rotated(file: GgufFile, row: Architecture, head_dim: int) -> int:
+    """How many elements of a head are rotated."""
+    key = f"{row.name}.rope.dimension_count"
+    rotated = _size(file, key, head_dim)
+    if rotated > head_dim:
+        raise ValueError(f"{file.path} is damaged: {rotated} elements of a head of {head_dim} are rotated")
+    if rotated != head_dim and not row.partial:
+        raise ValueError(f"{file.path}: {key} is {rotated}, and a head has {head_dim}, which is not supported")
+    return rotated
 
 
 def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:

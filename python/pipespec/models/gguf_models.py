@@ -1,8 +1,7 @@
 """Models out of GGUF files.
 
 The architectures are those of :data:`pipespec.models.gguf_architectures.ARCHITECTURES`. Their matrices stay in blocks, where they lie in the file; what is no
-block becomes float32. A file without blocks is a model of floats, in bfloat16 where all of its matrices are that. The order of rows and columns may differ from
-transformers'.
+block becomes float32. A file without blocks is a model of floats, in bfloat16 where all of its matrices are that.
 """
 
 from __future__ import annotations

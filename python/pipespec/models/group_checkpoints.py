@@ -2,11 +2,14 @@
 
 Floats of 4 bits (MXFP4, NVFP4) have blocks of their own. An integer weight is ``scale * (number - zero point)``, with a scale per group of a row. Blocks of 32 hold the same values: 4 bits around the middle as
 ``q4_0``, 4 bits around another zero point as ``q5_0``, and 8 bits as ``q8_0``. A matrix that no block holds, and what is no such matrix, becomes float32.
+
+Floats of 8 bits (E4M3) have tiles on a GPU, and no blocks: for a CPU their products with their scales are rounded to 16 bits once, and so is the model.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -21,7 +24,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.families import FAMILIES
-from pipespec.models.quantized import QuantizedExperts, QuantizedLinear, filled, in_blocks, untie
+from pipespec.models.quantized import Float8Linear, QuantizedExperts, QuantizedLinear, filled, in_blocks, untie
 from pipespec_kernels import block_layouts as layouts
 from pipespec_kernels.formats import QuantizedMatrix, from_codes, from_e2m1
 
@@ -31,10 +34,31 @@ Get = Callable[[str], torch.Tensor]
 Settings = Mapping[str, Any]
 """``quantization_config`` of a configuration."""
 
-Unpacked = tuple[torch.Tensor, torch.Tensor] | QuantizedMatrix
+
+class Floats8(NamedTuple):
+    """A matrix of floats of 8 bits: float8_e4m3fn ``[outputs, inputs]``, and scales ``[outputs, groups]`` in float32, each for 128 inputs."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+Unpacked = tuple[torch.Tensor, torch.Tensor] | QuantizedMatrix | Floats8
 """Codes ``[outputs, inputs]`` and scales ``[outputs, groups]``, or the matrix."""
 
-_OF_ACTIVATIONS = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
+_FLOATS_8 = ("e4m3", "float-quantized", "fp8")
+"""Formats with floats of 8 bits."""
+
+_WITH_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of configurations: transformers knows how their checkpoints of such floats are stored."""
+
+_OF_ACTIVATIONS = (
+    ".input_scale",
+    ".activation_scale",
+    ".input_scale_ub",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+)
 """Ends of the names of scales for inputs and for keys and values, which have others here."""
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -55,6 +79,8 @@ def settings_of(config: Any) -> Settings | None:
     settings = {**settings, "quant_method": name}
     if (method := _METHODS.get(name)) is None:
         return None
+    if has_floats_of_8_bits(settings) and any(getattr(config, key, None) for key in _WITH_EXPERTS):
+        return None
     for bits, form in _packings(settings):
         if bits not in method.bits or form not in method.formats:
             raise ValueError(
@@ -68,7 +94,14 @@ def settings_of(config: Any) -> Settings | None:
     return settings
 
 
-def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: Settings) -> PreTrainedModel:
+def has_floats_of_8_bits(settings: Settings) -> bool:
+    """Whether matrices of such a checkpoint are floats of 8 bits."""
+    return any(form in _FLOATS_8 for _, form in _packings(settings))
+
+
+def repacked(
+    source: str | Path, files: Sequence[Path], config: Any, settings: Settings, rounded: torch.dtype | None = None
+) -> PreTrainedModel:
     """A model in eval mode, in float32 but for its blocks.
 
     Args:
@@ -76,13 +109,15 @@ def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: S
         files: its safetensors.
         config: its configuration.
         settings: of :func:`settings_of`.
+        rounded: the dtype of the model where floats of 8 bits are to be dequantised; None: they stay.
 
     Raises:
         ValueError: weights that no block holds, or that are missing or of another shape: the message names them.
     """
     config = copy.deepcopy(config)
     del config.quantization_config
-    config.dtype = torch.float32
+    rounded = rounded if has_floats_of_8_bits(settings) else None
+    config.dtype = dtype = rounded or torch.float32
     method = _METHODS[settings["quant_method"]]
     with ExitStack() as opened:
         opened_files = [opened.enter_context(safe_open(file, "pt")) for file in files]
@@ -100,32 +135,42 @@ def repacked(source: str | Path, files: Sequence[Path], config: Any, settings: S
             if f"{name}.gate_up_proj_blocks" in tensors:
                 return _experts(f"{source}: {name}", module, get)
             if method.unpack is not None and type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
-                module = _with_matrix(f"{source}: {name}", module, partial(method.unpack, get, settings))
+                module = _with_matrix(f"{source}: {name}", module, partial(method.unpack, get, settings), rounded)
                 floats.extend([name] if type(module) is nn.Linear else [])
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta and f"{name}.{leaf}" in tensors:
                     module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
             return module
 
-        model = filled(source, config, torch.float32, fill)
+        model = filled(source, config, dtype, fill)
         for name in sorted(unused):
-            if not _is_spare(name, tensors[name], config):
+            if not _is_spare(name, tensors[name], model):
                 raise ValueError(
                     f"{source}: no module of a {config.model_type} model takes the tensor {name}, which is not supported"
                 )
-    if floats:
+    if floats and rounded is not None:
+        size = sum(model.get_submodule(name).weight.nbytes for name in floats)
+        warnings.warn(
+            f"{source}: no kernel for a CPU multiplies with floats of 8 bits: {size / rounded.itemsize / 1e9:.2f} GB of them become {size / 1e9:.2f} GB in "
+            f"{str(rounded).removeprefix('torch.')}",
+            stacklevel=user_stacklevel(),
+        )
+    elif floats:
         warnings.warn(
             f"{source}: no block holds the weights of {len(floats)} of its matrices ({floats[0]}, ...), which are in float32: they take more memory and time",
             stacklevel=user_stacklevel(),
         )
-    untie(model)
+    if rounded is None:
+        untie(model)
     with suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(source)
     return model
 
 
-def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -> nn.Module:
-    """The module with its matrix: in blocks, or as floats where no block holds the weights."""
+def _with_matrix(
+    name: str, module: nn.Linear, unpack: Callable[[], Unpacked], rounded: torch.dtype | None
+) -> nn.Module:
+    """The module with its matrix: in blocks, or as floats where no block holds the weights. ``rounded``: as for :func:`repacked`."""
     try:
         unpacked = unpack()
     except KeyError as error:
@@ -137,6 +182,12 @@ def _with_matrix(name: str, module: nn.Linear, unpack: Callable[[], Unpacked]) -
         raise ValueError(f"{name}: it is {list(shape)}, and this model's {list(module.weight.shape)}")
     if isinstance(unpacked, QuantizedMatrix):
         return in_blocks(module, unpacked)
+    if isinstance(unpacked, Floats8):
+        made = Float8Linear(*unpacked, module.bias)
+        if rounded is None:
+            return made
+        module.weight = nn.Parameter(made.decoded().to(rounded), requires_grad=False)
+        return module
     codes, scales = unpacked
     if not bool(scales.isfinite().all()):
         raise ValueError(f"{name} is damaged: it has scales that are not finite")
@@ -175,9 +226,12 @@ def _experts(name: str, own: Any, get: Get) -> QuantizedExperts:
     return QuantizedExperts(own, gate, up, QuantizedLinear(*matrix("down_proj", hidden, inner)))
 
 
-def _is_spare(name: str, file: Any, config: Any) -> bool:
-    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+def _is_spare(name: str, file: Any, model: PreTrainedModel) -> bool:
+    """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here, layers that the class passes over."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+        return True
+    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    if any(re.search(pattern, name) for pattern in ignored or ()):
         return True
     if name.endswith(_OF_ACTIVATIONS):
         return True
@@ -187,7 +241,7 @@ def _is_spare(name: str, file: Any, config: Any) -> bool:
 def _loaded(name: str, stored: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
     if stored.shape != like.shape:
         raise ValueError(f"{name} is {list(stored.shape)}, and this model's {list(like.shape)}")
-    return nn.Parameter(stored.float(), requires_grad=False)
+    return nn.Parameter(stored.to(like.dtype), requires_grad=False)
 
 
 def _numbers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -257,7 +311,42 @@ def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
     return _around(numbers("qweight"), zeros), scales
 
 
+def _floats8(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int] | None) -> Floats8:
+    """A matrix whose scales belong to it, to each row, or to each of ``blocks``, so many rows and inputs.
+
+    Raises:
+        ValueError: weights that are not finite, or scales of other parts.
+    """
+    if weight.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"its weights are {weight.dtype}, not float8_e4m3fn")
+    (rows, inputs), scales = weight.shape, scales.float()
+    if not bool(scales.isfinite().all()) or bool((weight.view(torch.uint8) & 127 == 127).any()):
+        raise ValueError("it is damaged: it has numbers that are not finite")
+    groups = -(-inputs // 128)
+    if scales.numel() == 1:
+        return Floats8(weight, scales.reshape(1, 1).expand(rows, groups).contiguous())
+    if scales.numel() == rows:
+        return Floats8(weight, scales.reshape(rows, 1).expand(rows, groups).contiguous())
+    of_rows, of_inputs = blocks or (0, 0)
+    if not of_rows or of_inputs % 128 or tuple(scales.shape) != (-(-rows // of_rows), -(-inputs // of_inputs)):
+        raise ValueError(
+            f"scales {list(scales.shape)} of {list(weight.shape)} floats of 8 bits, in blocks of {blocks}, are not supported: those of the matrix, of its rows, or of "
+            "blocks of 128 inputs are"
+        )
+    of_tiles = scales.repeat_interleave(of_inputs // 128, 1)[:, :groups]
+    return Floats8(weight, of_tiles.repeat_interleave(of_rows, 0)[:rows].contiguous())
+
+
+def _unpack_fp8(get: Get, settings: Settings) -> Unpacked:
+    name = (
+        "weight_scale_inv" if settings["quant_method"] == "fp8" else "weight_scale"
+    )  # multiplied, in spite of the name
+    return _floats8(get("weight"), get(name), settings.get("weight_block_size"))
+
+
 def _unpack_modelopt(get: Get, settings: Settings) -> Unpacked:
+    if has_floats_of_8_bits(settings):
+        return _floats8(get("weight"), get("weight_scale"), None)
     return _e2m1(get, "weight", get("weight_scale").float() * get("weight_scale_2").float())
 
 
@@ -271,6 +360,10 @@ def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
         (rows, columns), packed = get("weight_shape").tolist(), get("weight_packed")
     except KeyError:
         numbers, middle = get("weight"), 0
+        if numbers.dtype is torch.float8_e4m3fn:
+            groups = (settings.get("config_groups") or {}).values()
+            blocks = [size for group in groups if (size := (group.get("weights") or {}).get("block_structure"))]
+            return _floats8(numbers, scales, blocks[0] if blocks else None)
         (rows, columns), packed = numbers.shape, None
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(rows, 1)
@@ -295,6 +388,8 @@ def _packings(settings: Settings) -> Iterator[tuple[Any, Any]]:
         yield 4, "mxfp4"
     elif settings["quant_method"] == "modelopt":
         yield 4 if "4" in str(settings.get("quant_algo")) else 8, str(settings.get("quant_algo")).lower()
+    elif settings["quant_method"] in ("fp8", "fbgemm_fp8"):
+        yield 8, str(settings.get("fmt", "e4m3")).lower()
     else:
         for group in (settings.get("config_groups") or {}).values():
             yield (group.get("weights") or {}).get("num_bits"), group.get("format") or settings.get("format")
@@ -331,8 +426,10 @@ _METHODS = {
         "weight_scale",
         _unpack_compressed,
         (4, 8),
-        ("pack-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+        ("pack-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
     ),
     "mxfp4": _Method("", None, (4,), ("mxfp4",)),
-    "modelopt": _Method("weight_scale_2", _unpack_modelopt, (4,), ("nvfp4",)),
+    "modelopt": _Method("weight_scale", _unpack_modelopt, (4, 8), ("nvfp4", "fp8")),
+    "fp8": _Method("weight_scale_inv", _unpack_fp8, (8,), ("e4m3",)),
+    "fbgemm_fp8": _Method("weight_scale", _unpack_fp8, (8,), ("e4m3",)),
 }

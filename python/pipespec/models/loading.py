@@ -180,7 +180,7 @@ def load_model(
     with readable(model), _logged() as logged:
         try:
             if not is_split and not trust_remote_code:
-                made = _repacked(model, config, None if on_cpu else device)
+                made = _repacked(model, config, dtype, None if on_cpu else device)
                 if made is not None:
                     return with_kv_of(dtype, made) if on_cpu else _on_gpu(made, device, dtype, config.dtype)
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -210,9 +210,9 @@ def load_model(
     return loaded.eval() if in_place or device is None else loaded.to(device).eval()
 
 
-def _repacked(model: str | Path, config: Any, gpu: Any) -> PreTrainedModel | None:
-    """A checkpoint of integers with its matrices in blocks, on the CPU; None: of a kind that only transformers reads. Where no block holds it, transformers' own
-    kernels may serve for a GPU, and a warning says so."""
+def _repacked(model: str | Path, config: Any, dtype: torch.dtype | str, gpu: Any) -> PreTrainedModel | None:
+    """A checkpoint of integers or floats of 8 bits with its matrices in blocks, on the CPU; None: of a kind that only transformers reads. Where no block holds it,
+    transformers' own kernels may serve for a GPU, and a warning says so."""
     from pipespec.models.group_checkpoints import repacked, settings_of
 
     try:
@@ -220,7 +220,11 @@ def _repacked(model: str | Path, config: Any, gpu: Any) -> PreTrainedModel | Non
         # Tiles hold no experts, and transformers has kernels for those of gpt-oss.
         if gpu is not None and settings is not None and settings["quant_method"] == "mxfp4":
             return None
-        return None if settings is None else repacked(model, weight_files(model), config, settings)
+        if settings is None:
+            return None
+        given: Any = torch.bfloat16 if dtype == "auto" else dtype
+        rounded = getattr(torch, given) if isinstance(given, str) else given
+        return repacked(model, weight_files(model), config, settings, rounded if gpu is None else None)
     except ValueError as error:
         if gpu is None:
             raise

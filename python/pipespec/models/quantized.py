@@ -300,6 +300,34 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class Float8Linear(nn.Module):
+    """A linear module with floats of 8 bits, as a checkpoint has them, on its way to a GPU, which multiplies with their tiles.
+
+    Args:
+        weight: float8_e4m3fn ``[outputs, inputs]``.
+        scale: float32 ``[outputs, groups]``, each for 128 inputs.
+        bias: ``[outputs]``, or None.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale)
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+
+    def decoded(self) -> torch.Tensor:
+        """The weights: float32 ``[outputs, inputs]``."""
+        return self.weight.float() * self.scale.repeat_interleave(128, 1)[:, : self.in_features]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
+        return F.linear(x, self.decoded().to(x.dtype), self.bias)
+
+
 class QuantizedEmbedding(_Blocks):
     """Token embeddings in blocks: the rows of the tokens become floats.
 

@@ -20,6 +20,7 @@ from pipespec.errors import user_stacklevel
 from pipespec.models.properties import text_config
 from pipespec.models.quantized import (
     Blocks,
+    Float8Linear,
     Int8Linear,
     JoinedLinear,
     QuantizedEmbedding,
@@ -29,7 +30,7 @@ from pipespec.models.quantized import (
 from pipespec_kernels import ops
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
 from pipespec_kernels.products import MAX_ROWS
-from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH, TiledMatrix, in_tiles
+from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH, TiledMatrix, float8_in_tiles, in_tiles
 
 _ROWS = 1 << 15
 """Rows of a matrix that are written out in 16 bits at a time: all of a layer's, and a part of a head's."""
@@ -134,7 +135,7 @@ def product(x: torch.Tensor, weight: torch.Tensor | TiledMatrix, bias: torch.Ten
 
 
 def on_gpu(model: PreTrainedModel, device: torch.device | str, dtype: torch.dtype) -> PreTrainedModel:
-    """Move a model whose matrices are in blocks or in int8, in place.
+    """Move a model whose matrices are in blocks, in int8 or in floats of 8 bits, in place.
 
     Args:
         model: on the CPU, or partly on the device.
@@ -177,22 +178,17 @@ def put_in_tiles(
     Raises:
         ValueError: it has experts in blocks, or matrices that are joined.
     """
-    if any(isinstance(module, JoinedLinear) for module in parts.modules()):
-        raise ValueError(
-            f"gated delta nets whose heads lie in another order in their file run on the CPU only, not on {device}: leave out device=, or load the model's own "
-            "checkpoint there"
-        )
-    if any(isinstance(module, QuantizedExperts) for module in parts.modules()):
-        raise ValueError(
-            f"experts in blocks are multiplied on the CPU only, not on {device}: leave out device=, or load the model's own checkpoint there"
-        )
+    _check_has_tiles(parts, device)
     made: dict[tuple[int, str], TiledMatrix] = {}  # a head that is the embedding has its memory
+    new: Any
     fresh: nn.Module | None = None
     before = after = 0
     for name, module in list(parts.named_modules()):
-        if not isinstance(module, (QuantizedLinear, QuantizedEmbedding, Int8Linear)):
+        if not isinstance(module, (QuantizedLinear, QuantizedEmbedding, Int8Linear, Float8Linear)):
             continue
-        if isinstance(module, Int8Linear) or module.form.format not in LAYOUTS:
+        if isinstance(module, Float8Linear):
+            new = TiledLinear(float8_in_tiles(module.weight, module.scale, device), dtype, module.bias)
+        elif isinstance(module, Int8Linear) or module.form.format not in LAYOUTS:
             fresh = fresh or unquantised()
             new = _dequantised(fresh.get_submodule(name), module, device, dtype)
             before += (module.weight if isinstance(module, Int8Linear) else module.blocks).nbytes
@@ -216,6 +212,19 @@ def put_in_tiles(
                 module._parameters[leaf] = moved[id(parameter)]
     parts.to(device)  # buffers keep their dtype: RoPE is float32 in every model
     return before, after
+
+
+def _check_has_tiles(parts: nn.Module, device: torch.device | str) -> None:
+    """Raise ``ValueError`` for parts that only a CPU multiplies with."""
+    if any(isinstance(module, JoinedLinear) for module in parts.modules()):
+        raise ValueError(
+            f"gated delta nets whose heads lie in another order in their file run on the CPU only, not on {device}: leave out device=, or load the model's own "
+            "checkpoint there"
+        )
+    if any(isinstance(module, QuantizedExperts) for module in parts.modules()):
+        raise ValueError(
+            f"experts in blocks are multiplied on the CPU only, not on {device}: leave out device=, or load the model's own checkpoint there"
+        )
 
 
 def _dequantised(fresh: Any, module: Any, device: torch.device | str, dtype: torch.dtype) -> Any:

@@ -8,12 +8,12 @@ import torch
 
 from pipespec_kernels import ops, reference
 from pipespec_kernels.formats import FORMATS, dequantize
-from pipespec_kernels.tiles import LAYOUTS, in_tiles
+from pipespec_kernels.tiles import TiledMatrix, float8_in_tiles, in_tiles
 from pipespec_kernels.triton import linear
 
 from ..cases import close_product
 from ..implementations import INTERPRETED, matmul_in_order
-from ..test_tiles import matrix_of, with_heads
+from ..test_tiles import float8_of, matrix_of, with_heads
 from .conftest import some
 from .test_linear import HOW
 
@@ -33,24 +33,42 @@ def given_by(rows: int, columns: int, dtype: torch.dtype, device: torch.device) 
     return {name: numbers.to(device, dtype) for name, numbers in found.items()}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+def check_products(
+    tiled: TiledMatrix, weights: torch.Tensor, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Decoded rows, and products of up to 16 rows, of tiles that hold ``weights``."""
+    rows, columns = weights.shape
+    assert torch.equal(ops.decode_rows(tiled, dtype=torch.bfloat16).cpu(), weights.bfloat16())
+    index = torch.tensor([rows - 1, 1], device=device)
+    assert torch.equal(ops.decode_rows(tiled, index).cpu(), weights[index.cpu()])
+    for dtype in dtypes:
+        given = given_by(rows, columns, dtype, device)
+        wanted = reference.linear_small(given["x"].cpu(), weights.to(dtype), given["bias"].cpu())
+        whole = ops.linear_small(given["x"], tiled, given["bias"])
+        close_product(whole.cpu(), wanted, {})
+        for n in some((1, 5, 8, 9), rows % 2, 2):
+            assert torch.equal(ops.linear_small(given["x"][16 - n :], tiled, given["bias"]), whole[16 - n :])
+
+
+def test_products_of_floats_of_8_bits(device: torch.device) -> None:
+    """All codes, with scales that differ by row and by tile."""
+    for rows, columns in ((20, 300), (32, 512)):
+        weight, scale, weights = float8_of(rows, columns)
+        assert torch.equal(ops.decode_rows(float8_in_tiles(weight, scale, device)).cpu(), weights)
+        # Weights of about 1, as the tolerance expects.
+        scale = scale.sign() * 2.0 ** (torch.arange(scale.numel()).view(scale.shape) % 3 - 7)
+        weights = weight.float() * scale.repeat_interleave(128, 1)[:, :columns]
+        check_products(float8_in_tiles(weight, scale, device), weights, device, (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_products_of_all_formats(name: str, device: torch.device) -> None:
     """Rows that bands do not divide, columns that steps do not divide; up to 16 columns; scales at the ends of float16."""
     block = FORMATS[name].block
     for rows, columns in some([(20, 3 * block), (32, 512), (40, 1024 + block)], len(name) % 3, 3):
         blocks = matrix_of(name, rows, columns)
         tiled = in_tiles(blocks, device)
-        weights = dequantize(blocks)
-        assert torch.equal(ops.decode_rows(tiled, dtype=torch.bfloat16).cpu(), weights.bfloat16())
-        index = torch.tensor([rows - 1, 1], device=device)
-        assert torch.equal(ops.decode_rows(tiled, index).cpu(), weights[index.cpu()])
-        for dtype in (torch.bfloat16, torch.float32):
-            given = given_by(rows, columns, dtype, device)
-            wanted = reference.linear_small(given["x"].cpu(), weights.to(dtype), given["bias"].cpu())
-            whole = ops.linear_small(given["x"], tiled, given["bias"])
-            close_product(whole.cpu(), wanted, {})
-            for n in some((1, 5, 8, 9), rows % 2, 2):
-                assert torch.equal(ops.linear_small(given["x"][16 - n :], tiled, given["bias"]), whole[16 - n :])
+        check_products(tiled, dequantize(blocks), device, (torch.bfloat16, torch.float32))
     for head in (-6e-8, 65504.0):
         extreme = with_heads(blocks, head)
         small = in_tiles(extreme, device)
