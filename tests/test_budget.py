@@ -19,14 +19,14 @@ ROOT = Path(__file__).parents[1]
 PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pipespec_kernels", "bench", "tools")
 
 FOLDERS = {
-    "csrc": 15_060,
-    "pipespec_kernels": 10_720,
-    "python/pipespec": 30_760,
+    "csrc": 15_280,
+    "pipespec_kernels": 10_770,
+    "python/pipespec": 30_850,
     "python/pipespec_spd": 3_215,
-    "python/pipespec_train": 1_880,
-    "bench": 9_700,
+    "python/pipespec_train": 2_050,
+    "bench": 10_120,
     "tools": 250,
-    "tests": 53_300,
+    "tests": 53_720,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000, before the families and file types
 beyond LLaMA's (2,000 lines of C++, 700 of ``python/pipespec``), the server (2,500) and tiles on a GPU (750 of ``pipespec_kernels``) came."""
@@ -45,7 +45,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 63, 14_100
+MODULES, LINES = 63, 14_190
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 

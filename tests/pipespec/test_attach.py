@@ -177,6 +177,7 @@ def test_what_cannot_be_attached_is_left_alone(model):
     assert "generate" not in vars(model)
 
 
+@pytest.mark.fresh_drafts
 def test_detach_ends_the_workers(model):
     before = children()
     pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
