@@ -110,7 +110,9 @@ def write_answers(
     Returns:
         Tokens of the new answers.
     """
-    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+    lines = out.read_text(encoding="utf-8").splitlines(keepends=True) if out.exists() else []
+    if lines and not lines[-1].endswith("\n"):  # the run was killed while it wrote
+        out.write_text("".join(lines := lines[:-1]), encoding="utf-8")
     done = {json.loads(line)["messages"][0]["content"] for line in lines}
     waiting = [prompt for prompt in dict.fromkeys(prompts) if prompt not in done]
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

@@ -10,6 +10,7 @@ from torch import nn
 
 from pipespec import Pipeline
 from pipespec.engine.forward import native_unsupported_reason
+from pipespec.models import group_checkpoints
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import QuantizedLinear
 from pipespec_kernels.formats import dequantize
@@ -213,13 +214,48 @@ def test_floats_of_8_bits_become_16_on_a_cpu(tmp_path, kind):
         (lambda t: t[f"{NAME}.weight"].view(torch.uint8)[3, 5].fill_(127), "up_proj: it is damaged: it has numbers that are not finite"),
         (lambda t: t[f"{NAME}.weight_scale_inv"].fill_(float("nan")), "not finite"),
         (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].to(torch.float8_e5m2)}), "float8_e5m2, not float8_e4m3fn"),
-        (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 2)}), r"scales \[3, 2\] of \[512, 256\] floats of 8 bits, in blocks of \[128, 128\], are not"),
+        (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 2)}), r"scales \[3, 2\] of \[512, 256\] floats of 8 bits are not supported"),
     ],
 )  # fmt: skip
 def test_floats_of_8_bits_that_do_not_fit_are_named(tmp_path, change, words):
     write(tmp_path, FLOATS_8["fp8, blocks"][1], FP8)
     changed(tmp_path, change)
     with pytest.raises(ValueError, match=words):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "scales", "sizes"),
+    [
+        (256, 16384, (2, 128), [(128, 128)]),  # as many blocks as rows
+        (8, 384, (8, 3), []),
+        (8, 384, (8,), [(128, 128)]),
+        (8, 384, (8, 1), [None]),
+        (256, 384, (2, 2), [(64, 128), (128, 256)]),
+    ],
+)
+def test_scales_belong_to_what_their_shape_says(rows, inputs, scales, sizes):
+    noise = torch.Generator().manual_seed(1)
+    weight = torch.randn(rows, inputs, generator=noise).to(torch.float8_e4m3fn)
+    factors = torch.rand(scales, generator=noise) + 0.5
+    found = group_checkpoints._floats8(weight, factors, *sizes)
+    of_rows, of_inputs = (
+        -(-rows // scales[0]),
+        inputs if len(scales) == 1 or scales[1] == 1 else sizes[-1][1] if sizes else 128,
+    )
+    spread = (
+        factors.reshape(scales[0], -1).repeat_interleave(of_rows, 0)[:rows].repeat_interleave(of_inputs, 1)[:, :inputs]
+    )
+    assert torch.equal(found.scale.repeat_interleave(128, 1)[:, :inputs], spread)
+
+
+def test_floats_of_8_bits_beside_other_formats_are_refused(tmp_path):
+    groups = {
+        "a": {"format": "float-quantized", "weights": {"num_bits": 8}},
+        "b": {"format": "int-quantized", "weights": {"num_bits": 8}},
+    }
+    write(tmp_path, FLOATS_8["fp8, blocks"][1], {"quant_method": "compressed-tensors", "config_groups": groups})
+    with pytest.raises(ValueError, match="floats of 8 bits beside other formats"):
         load_model(tmp_path)
 
 

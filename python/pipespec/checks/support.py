@@ -79,6 +79,10 @@ def _check_weights(name: str, model: PreTrainedModel, is_target: bool) -> None:
             f"{name} is sharded over processes (tp_plan): only the target may be; load the draft whole, it runs in rank 0 alone"
         )
     if processes > 1:
+        if CacheLayout.of(model.config).own is not None:
+            raise ValueError(
+                f"{name} is sharded over processes (tp_plan), and its layers differ in the sizes of their heads, which is not supported"
+            )
         heads, here = getattr(text_config(model.config), "num_key_value_heads", None), local_kv_heads(model)
         if here is not None and heads is not None and here not in (heads, heads / processes):
             raise ValueError(

@@ -203,7 +203,8 @@ class Record:
 
 def _attributes(model: PreTrainedModel) -> tuple[Any, ...]:
     """The names of the model's own attributes, and the numbers and names among them, as some multiply logits by one."""
-    return tuple(vars(model)), tuple(value for value in vars(model).values() if isinstance(value, (int, float, str)))
+    numbers = tuple(value for value in vars(model).values() if isinstance(value, (int, float, str)))
+    return tuple(vars(model)), numbers, id(vars(model).get("_hf_hook"))
 
 
 def _containers_in(value: Any) -> Iterator[Any]:
@@ -385,10 +386,10 @@ def _heads_reason(model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     layout = CacheLayout.of(model.config)
     if tensor_parallel_size(model) > 1:
         return None
-    for i, layer in enumerate(layers):
+    for i in layout.attention:
         heads, key_dim, value_dim = layout.sizes(i)
         for name, dim in (("k_proj", key_dim), ("v_proj", value_dim)):
-            rows = getattr(getattr(getattr(layer, "self_attn", None), name, None), "out_features", None)
+            rows = getattr(getattr(getattr(layers[i], "self_attn", None), name, None), "out_features", None)
             if isinstance(rows, int) and rows != heads * dim:
                 return f"layer {i} has a {name} of {rows} rows, and its configuration says {heads} heads of {dim}"
     return None

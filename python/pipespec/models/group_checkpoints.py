@@ -72,7 +72,8 @@ def settings_of(config: Any) -> Settings | None:
         ValueError: the method is one of these, and a setting is not supported.
     """
     settings = getattr(config, "quantization_config", None)
-    if settings is None or config.model_type not in FAMILIES:
+    family = FAMILIES.get(config.model_type)
+    if settings is None or family is None or family.prefix is None:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     name = str(settings.get("quant_method", "")).lower()
@@ -81,6 +82,8 @@ def settings_of(config: Any) -> Settings | None:
         return None
     if has_floats_of_8_bits(settings) and any(getattr(config, key, None) for key in _WITH_EXPERTS):
         return None
+    if has_floats_of_8_bits(settings) and not all(form in _FLOATS_8 for _, form in _packings(settings)):
+        raise ValueError(f"a checkpoint of {name} with floats of 8 bits beside other formats is not supported")
     for bits, form in _packings(settings):
         if bits not in method.bits or form not in method.formats:
             raise ValueError(
@@ -311,8 +314,8 @@ def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
     return _around(numbers("qweight"), zeros), scales
 
 
-def _floats8(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int] | None) -> Floats8:
-    """A matrix whose scales belong to it, to each row, or to each of ``blocks``, so many rows and inputs.
+def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] | None) -> Floats8:
+    """A matrix whose scales belong to it, to each row, to 128 inputs of a row, or to blocks of one of ``sizes``, so many rows and inputs.
 
     Raises:
         ValueError: weights that are not finite, or scales of other parts.
@@ -325,13 +328,15 @@ def _floats8(weight: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int] |
     groups = -(-inputs // 128)
     if scales.numel() == 1:
         return Floats8(weight, scales.reshape(1, 1).expand(rows, groups).contiguous())
-    if scales.numel() == rows:
+    blocks = [(size[0], size[1]) for size in sizes if size] + [(1, 128)]
+    fit = (size for size in blocks if tuple(scales.shape) == (-(-rows // size[0]), -(-inputs // size[1])))
+    of_rows, of_inputs = next(fit, (0, 0))
+    if not of_rows and tuple(scales.shape) in ((rows,), (rows, 1)):
         return Floats8(weight, scales.reshape(rows, 1).expand(rows, groups).contiguous())
-    of_rows, of_inputs = blocks or (0, 0)
-    if not of_rows or of_inputs % 128 or tuple(scales.shape) != (-(-rows // of_rows), -(-inputs // of_inputs)):
+    if not of_rows or of_inputs % 128:
         raise ValueError(
-            f"scales {list(scales.shape)} of {list(weight.shape)} floats of 8 bits, in blocks of {blocks}, are not supported: those of the matrix, of its rows, or of "
-            "blocks of 128 inputs are"
+            f"scales {list(scales.shape)} of {list(weight.shape)} floats of 8 bits are not supported: those of the matrix, of its rows, or of blocks whose inputs "
+            "are a multiple of 128 are"
         )
     of_tiles = scales.repeat_interleave(of_inputs // 128, 1)[:, :groups]
     return Floats8(weight, of_tiles.repeat_interleave(of_rows, 0)[:rows].contiguous())
@@ -363,7 +368,7 @@ def _unpack_compressed(get: Get, settings: Settings) -> Unpacked:
         if numbers.dtype is torch.float8_e4m3fn:
             groups = (settings.get("config_groups") or {}).values()
             blocks = [size for group in groups if (size := (group.get("weights") or {}).get("block_structure"))]
-            return _floats8(numbers, scales, blocks[0] if blocks else None)
+            return _floats8(numbers, scales, *blocks)
         (rows, columns), packed = numbers.shape, None
     if scales.numel() == 1:
         scales = scales.reshape(1, 1).expand(rows, 1)
