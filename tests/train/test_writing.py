@@ -62,6 +62,7 @@ def test_answers_are_those_of_the_target_and_a_run_continues(tmp_path):
     how = {"rows": 2, "new_tokens": 8}
     write_answers(pipe, tokenizer, prompts[:1], out, **how)
     first = out.read_text(encoding="utf-8")
+    out.write_text(first + first[:20], encoding="utf-8")  # a run that was killed while it wrote
     assert write_answers(pipe, tokenizer, prompts, out, **how) > 0
     assert out.read_text(encoding="utf-8").startswith(first)
     found = [json.loads(line)["messages"] for line in out.read_text(encoding="utf-8").splitlines()]
