@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -143,7 +144,9 @@ for name in LACKING:
 def make(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
     """A model of a family, float32, with a text that varies."""
     kind, given = TINY_MODELS[name]
-    config = AutoConfig.for_model(kind, **(SIZES | given | more))
+    config = AutoConfig.for_model(
+        kind, **copy.deepcopy(SIZES | given | more)
+    )  # tests change lists of configurations in place
     if kind == "gpt_oss":
         config._attn_implementation = "eager"
     state = torch.random.get_rng_state()
