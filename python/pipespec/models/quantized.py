@@ -266,14 +266,8 @@ Stacked = QuantizedLinear | StackedLinear
 """A matrix of all experts."""
 
 
-class Int8Linear(nn.Module):
-    """A linear module with one int8 per weight and one float32 scale per row: ``y = (x W^T) * scale + bias``.
-
-    Args:
-        weight: int8 ``[outputs, inputs]``.
-        scale: float32 ``[outputs]``.
-        bias: ``[outputs]``, or None.
-    """
+class _ScaledLinear(nn.Module):
+    """A linear module whose weights have factors."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -284,6 +278,19 @@ class Int8Linear(nn.Module):
         self.register_buffer("scale", scale)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
+
+
+class Int8Linear(_ScaledLinear):
+    """A linear module with one int8 per weight and one float32 scale per row: ``y = (x W^T) * scale + bias``.
+
+    Args:
+        weight: int8 ``[outputs, inputs]``.
+        scale: float32 ``[outputs]``.
+        bias: ``[outputs]``, or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: nn.Parameter | None) -> None:
+        super().__init__(weight, scale, bias)
         self.form = Blocks(INT8, *weight.shape)
 
     @classmethod
@@ -300,7 +307,7 @@ class Int8Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class Float8Linear(nn.Module):
+class Float8Linear(_ScaledLinear):
     """A linear module with floats of 8 bits, as a checkpoint has them, on its way to a GPU, which multiplies with their tiles.
 
     Args:
@@ -308,16 +315,6 @@ class Float8Linear(nn.Module):
         scale: float32 ``[outputs, groups]``, each for 128 inputs.
         bias: ``[outputs]``, or None.
     """
-
-    weight: torch.Tensor
-    scale: torch.Tensor
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight)
-        self.register_buffer("scale", scale)
-        self.bias = bias
-        self.out_features, self.in_features = weight.shape
 
     def decoded(self) -> torch.Tensor:
         """The weights: float32 ``[outputs, inputs]``."""
