@@ -140,7 +140,7 @@ def check_architecture(name: str, model: PreTrainedModel) -> None:
             "the text: install a newer version"
         )
     # A forward without data may end before a layer that stores twice shows it: fewer layers than the configuration counts do.
-    stores_once = len(decoder.layers) >= config.num_hidden_layers
+    stores_once = len(getattr(decoder, "layers", ())) >= config.num_hidden_layers
     if layout.states is None and kind not in NATIVE_CLASSES and not (stores_once and _stores(model, layout)):
         raise TypeError(
             f"{name} is a {kind} whose layers do not each store the keys and values that its configuration says; no cache here can roll that back"
