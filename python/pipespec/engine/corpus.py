@@ -27,8 +27,8 @@ def ids_of_answers(source: str | Path, vocabulary: int) -> np.ndarray | None:
         source: folder, hub name or GGUF file.
         vocabulary: rows of the model's embedding.
     """
-    # What hinders a tokenizer is reported where the user asks for it. Without the corpus nothing is wrong.
-    with suppress(OSError, ValueError, ImportError):
+    # A tokenizer that cannot be read is reported where the user asks for it (tokenizers raises the base class). Without the corpus nothing is wrong.
+    with suppress(Exception):
         file = tokenizer_file(source)
         ids = None if file is None else corpus_ids(ANSWERS, file)
         if ids is not None and int(ids.max()) < vocabulary:

@@ -122,12 +122,13 @@ class NgramDraft(DraftSpec):
         """
         if self.corpus is None:
             return self
-        source = given if given is not target else target.config._name_or_path
+        source = given if isinstance(given, (str, Path)) else target.config._name_or_path
         vocabulary = embedding_size(target)
-        if self.corpus == ANSWERS:
-            return replace(self, corpus=ids_of_answers(source, vocabulary) if source else None)
-        is_text = isinstance(self.corpus, (str, Path))
-        ids = corpus_ids(Path(self.corpus), source) if is_text else self.corpus
+        ids = self.corpus
+        if isinstance(ids, (str, Path)):
+            if Path(ids) == ANSWERS:
+                return replace(self, corpus=ids_of_answers(source, vocabulary) if source else None)
+            ids = corpus_ids(Path(ids), source)
         if len(ids) == 0:
             raise ValueError("the corpus of the n-gram draft is empty")
         low, high = int(np.min(ids)), int(np.max(ids))
