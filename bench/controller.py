@@ -38,6 +38,7 @@ from pipespec.engine.ngram import NgramDraft
 from pipespec.models.loading import load_model
 from pipespec.models.quantizing import quantized
 from pipespec.process.progress import quiet_transformers, say
+from pipespec_kernels import _native
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 32, PROMPT_TAIL)
 NOISE = {"quiet": (0.03, 0.0), "busy": (0.05, 0.1)}
@@ -45,7 +46,7 @@ NOISE = {"quiet": (0.03, 0.0), "busy": (0.05, 0.1)}
 FIXED = [Choice("ngram", k) for k in (2, 4, 8, 16)] + [Choice("model", k) for k in (1, 2, 3, 4, 6)]
 PROMISE = 0.97
 Match = tuple[list[int], int]
-"""Draft tokens of the n-gram index after a position, and the length of its match."""
+"""Draft tokens of the n-gram index after a position, and the kind of its match by length."""
 
 
 # --- price and record ---
@@ -110,36 +111,30 @@ def record(options: argparse.Namespace) -> None:
             own = choices(model, entry["prompt"][-PROMPT_TAIL - 1 :], entry["text"])
             entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
     about = {"machine": provenance(), "target": family.name, "draft": next(iter(family.drafts))}
+    corpus = NgramDraft().for_target(config.target, target).corpus
+    about["corpus"] = None if corpus is None else np.asarray(corpus).tolist()
     save(options.out, about | {"times": times, "texts": texts})
 
 
 # --- replay ---
 
 
-def matches(prompt: Sequence[int], text: Sequence[int]) -> list[Match]:
-    """What the n-gram index drafts after each committed token of a text but the last."""
+def matches(prompt: Sequence[int], text: Sequence[int], corpus: Sequence[int] | None) -> list[Match]:
+    """What the n-gram index drafts after each committed token of a text but the last, and the length of its match."""
     settings, known = NgramDraft(), np.array([*prompt, *text], dtype=np.int32)
-    index, found = settings.index(), []
+    index, found = _native.NgramIndex(settings.min_match, settings.max_match), []
+    phrases = corpus and _native.NgramCorpus(np.array(corpus, dtype=np.int32), settings.max_match)
     for length in range(len(prompt) + 1, len(known)):
         index.truncate(min(len(index), length - 1))
         index.write(len(index), known[len(index) : length])
         drafted: list[int] = []
-        while len(drafted) < MAX_DRAFT_TOKENS and (token := index.follower()) >= 0:
-            index.write(length + len(drafted), np.array([token], dtype=np.int32))
-            drafted.append(token)
-        found.append((drafted, longest_match(known[:length], settings.max_match) if drafted else 0))
+        first = 0
+        while len(drafted) < MAX_DRAFT_TOKENS and (match := index.match(phrases))[0] >= 0:
+            first = first or match[1]
+            index.write(length + len(drafted), np.array([match[0]], dtype=np.int32))
+            drafted.append(match[0])
+        found.append((drafted, first))
     return found
-
-
-def longest_match(text: np.ndarray, limit: int) -> int:
-    """The length, at most ``limit``, of the longest end of a text that occurs earlier in it."""
-    best = 0
-    for end in np.flatnonzero(text[:-1] == text[-1]):
-        n = 1
-        while n < limit and n <= end and text[end - n] == text[-1 - n]:
-            n += 1
-        best = max(best, n)
-    return best
 
 
 class World:
@@ -280,7 +275,7 @@ def replay(options: argparse.Namespace) -> None:
     given = json.loads(options.texts.read_text(encoding="utf-8"))
     times = {model: {int(width): s for width, s in found.items()} for model, found in given["times"].items()}
     for entry in given["texts"]:
-        entry["matches"] = matches(entry["prompt"], entry["text"])
+        entry["matches"] = matches(entry["prompt"], entry["text"], given.get("corpus"))
     rows = []
     for name in ("draft", "useless", "itself", "no draft"):
         for noise in NOISE:

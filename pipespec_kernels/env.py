@@ -44,6 +44,11 @@ def collect_env() -> dict[str, Any]:
     }
 
 
+def cache_folder() -> Path:
+    """The user's folder of files that can be made again: ``$XDG_CACHE_HOME/pipespec`` or ``~/.cache/pipespec``. It may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipespec"
+
+
 MIN_CAPABILITY = 80
 """Ten times the compute capability that the CUDA module needs: its sums over a warp, and products of bfloat16."""
 

@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from tests.waiting import SECONDS, no_more_threads
 
 VOCABULARY = 320
 
+# Nothing of a test stays in the user's cache, and nothing there counts. Processes of a test run share the folder.
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"pipespec-tests-{os.getuid()}")
 DEVICE = os.environ.get("PIPESPEC_TEST_DEVICE", "cpu")
 """Where the models and prompts of the tests are that run on any device, see the part ``device`` of ``bench.gpu_check``."""
 

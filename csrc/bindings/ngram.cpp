@@ -20,7 +20,7 @@ std::size_t count(const Tokens& tokens) {
 }  // namespace
 
 void bind_ngram(py::module_& m) {
-  py::class_<NgramIndex, std::shared_ptr<NgramIndex>>(m, "NgramIndex")
+  py::class_<NgramIndex>(m, "NgramIndex")
       .def(py::init<std::uint32_t, std::uint32_t>(), py::arg("min_match"), py::arg("max_match"))
       .def("__len__", &NgramIndex::size)
       .def(
@@ -36,13 +36,27 @@ void bind_ngram(py::module_& m) {
           },
           py::arg("position"), py::arg("tokens").noconvert())
       .def("truncate", &NgramIndex::truncate, py::arg("length"))
-      .def("follower", &NgramIndex::follower, py::arg("corpus") = nullptr);
+      .def(
+          "match",
+          [](const NgramIndex& index, const NgramCorpus* corpus) {
+            const NgramIndex::Match match = index.match(corpus);
+            return std::make_pair(match.token, match.length);
+          },
+          py::arg("corpus") = nullptr);
+  py::class_<NgramCorpus, std::shared_ptr<NgramCorpus>>(m, "NgramCorpus")
+      .def(py::init([](const Tokens& tokens, std::uint32_t max_match) {
+             const std::size_t n = count(tokens);
+             const std::int32_t* data = tokens.data();
+             const py::gil_scoped_release released;
+             return std::make_shared<NgramCorpus>(data, n, max_match);
+           }),
+           py::arg("tokens").noconvert(), py::arg("max_match"));
   m.attr("MAX_MATCH") = NgramIndex::kMaxMatch;
 
   // Python keeps the block's memory as an attribute.
   py::class_<NgramStage>(m, "NgramStage", py::dynamic_attr())
       .def(py::init<const Block&, std::uint32_t, std::uint32_t, const NgramIndex&,
-                    std::shared_ptr<NgramIndex>>(),
+                    std::shared_ptr<NgramCorpus>>(),
            py::arg("block"), py::arg("stage"), py::arg("width"), py::arg("empty"),
            py::arg("corpus"))
       .def(

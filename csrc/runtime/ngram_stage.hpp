@@ -15,10 +15,9 @@ namespace pipespec {
 
 class NgramStage {
  public:
-  // `empty`: an index without tokens, for each row. `corpus`: has the same numbers, and is read
-  // only; null: none.
+  // `empty`: an index without tokens, for each row. `corpus`: of all rows; null: none.
   NgramStage(const Block& block, std::uint32_t stage, std::uint32_t width, const NgramIndex& empty,
-             std::shared_ptr<const NgramIndex> corpus)
+             std::shared_ptr<const NgramCorpus> corpus)
       : block_(block),
         stage_(stage),
         port_(block, stage, width),
@@ -35,7 +34,7 @@ class NgramStage {
 
   struct Outlook {
     std::uint32_t tokens;  // that fill() would draft
-    std::uint32_t match;   // length of the suffix that the first one follows
+    std::uint32_t match;   // length of the first one's, see NgramIndex::Match
   };
   // Follows the target, and tells what fill(count) would draft for a row. Publishes nothing of it.
   Outlook foresee(std::uint32_t row, std::uint32_t count) {
@@ -126,7 +125,7 @@ class NgramStage {
   // Per row, tokens of its index that the target has committed.
   std::vector<std::uint32_t> indexed_;
   std::vector<std::int32_t> fresh_;
-  std::shared_ptr<const NgramIndex> corpus_;
+  std::shared_ptr<const NgramCorpus> corpus_;
   std::vector<std::int32_t> selected_;
 };
 

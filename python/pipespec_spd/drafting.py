@@ -95,7 +95,7 @@ class NgramDrafter(Drafter):
             index = self._rows[row]
             # The tokens begin with those that the index has.
             index.write(len(index), np.array(tokens[len(index) :], dtype=np.int32))
-            found = index.follower()
+            found = index.match()[0]
             out.append(tokens[-1] if found < 0 else found)
         return out
 

@@ -1,6 +1,8 @@
 // The n-gram index against a plain search, over random texts with appends, truncations and
 // rewrites; and the index as the last draft of a chain.
+#include <cmath>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -16,27 +18,42 @@ namespace {
 
 using Text = std::vector<std::int32_t>;
 
-// The token after the latest occurrence of the last n tokens of `text` that ends in `in` before
-// position `before`.
-std::int32_t search(const Text& text, std::size_t n, const Text& in, std::size_t before) {
-  for (std::size_t end = before; end-- > 0;) {
+// Where the last n tokens of `text` end in `in`, and another token follows, the latest one first.
+std::vector<std::size_t> ends(const Text& text, std::size_t n, const Text& in) {
+  std::vector<std::size_t> found;
+  for (std::size_t end = in.size() - std::min<std::size_t>(in.size(), 1); end-- > 0;) {
     std::size_t same = 0;
     while (same < n && same <= end && in[end - same] == text[text.size() - 1 - same]) ++same;
-    if (same == n) return in[end + 1];
+    if (same == n) found.push_back(end);
   }
-  return NgramIndex::kNone;
+  return found;
 }
 
-std::int32_t follower(const Text& text, const Text& corpus, std::size_t min_match,
-                      std::size_t max_match) {
-  for (std::size_t n = std::min(max_match, text.size()); n >= min_match; --n) {
-    for (const Text* in : {&text, &corpus}) {
-      if (in->empty()) continue;
-      const std::int32_t found = search(text, n, *in, in->size() - 1);
-      if (found != NgramIndex::kNone) return found;
-    }
+NgramIndex::Match own_match(const Text& text, std::size_t min_match, std::size_t max_match) {
+  for (std::size_t n = std::min(max_match, text.size()); n >= min_match; --n)
+    if (const auto found = ends(text, n, text); !found.empty())
+      return {text[found[0] + 1], static_cast<std::uint32_t>(n)};
+  return {NgramIndex::kNone, 0};
+}
+
+// By counting all occurrences.
+NgramCorpus::Follower corpus_follower(const Text& text, const Text& corpus, std::size_t max_match) {
+  for (std::size_t n = std::min(max_match, text.size()); n >= 1; --n) {
+    const auto found = ends(text, n, corpus);
+    if (found.empty()) continue;
+    std::map<std::int32_t, std::size_t> counts;
+    for (const std::size_t end : found) ++counts[corpus[end + 1]];
+    NgramCorpus::Follower best{NgramCorpus::kNone, 0};
+    std::size_t most = 0;
+    for (const std::size_t end : found)
+      if (const std::int32_t token = corpus[end + 1]; counts[token] > most)
+        best.token = token, most = counts[token];
+    const double all = static_cast<double>(found.size());
+    best.certainty =
+        static_cast<float>(static_cast<double>(most) / (all + 3.0 / static_cast<double>(n)));
+    return best;
   }
-  return NgramIndex::kNone;
+  return {NgramCorpus::kNone, 0};
 }
 
 Text draw(std::mt19937& random, std::size_t count, std::uint32_t kinds) {
@@ -53,10 +70,10 @@ TEST(an_index_finds_what_a_search_finds) {
   for (std::uint32_t trial = 0; trial < check::trials(60, 1000); ++trial) {
     const std::uint32_t min_match = 1 + random() % 3, max_match = min_match + random() % 5;
     const std::uint32_t kinds = trial % 3 == 0 ? 2 : trial % 3 == 1 ? 5 : 40;
-    const Text corpus = draw(random, trial % 2 == 0 ? 0 : 1 + random() % 100, kinds);
-    NgramIndex index(min_match, max_match), more(min_match, max_match);
-    more.write(0, corpus.data(), corpus.size());
-    const NgramIndex* looked = trial % 4 == 1 ? &more : nullptr;
+    // Of more than 64 occurrences a sample is read.
+    const Text corpus = draw(random, random() % 65, kinds);
+    const NgramCorpus more(corpus.data(), corpus.size(), max_match);
+    NgramIndex index(min_match, max_match);
     Text text;
     for (int operation = 0; operation < 40; ++operation) {
       // A rewrite at any position: an append, a rollback, or tokens that are there already.
@@ -68,13 +85,43 @@ TEST(an_index_finds_what_a_search_finds) {
       text.insert(text.end(), tokens.begin(), tokens.end());
       index.write(at, tokens.data(), tokens.size());
       CHECK_EQ(index.size(), text.size());
-      const std::int32_t wanted = follower(text, looked ? corpus : Text{}, min_match, max_match);
-      CHECK_EQ(index.follower(looked), wanted);
-      ++(wanted == NgramIndex::kNone ? none : found);
-      from_corpus += looked && wanted != follower(text, {}, min_match, max_match);
+      const NgramIndex::Match own = own_match(text, min_match, max_match);
+      CHECK_EQ(index.match().token, own.token);
+      CHECK_EQ(index.match().length, own.length);
+      const NgramCorpus::Follower wanted = corpus_follower(text, corpus, max_match);
+      const NgramCorpus::Follower follower = more.follower(text.data() + text.size(), text.size());
+      CHECK_EQ(follower.token, wanted.token);
+      CHECK(std::abs(follower.certainty - wanted.certainty) < 1e-5f);
+      ++(own.token == NgramIndex::kNone ? none : found);
+      const NgramIndex::Match match = index.match(&more);
+      if (match.length > NgramIndex::kMaxMatch) {
+        ++from_corpus;
+        CHECK_EQ(match.token, wanted.token);
+        CHECK(wanted.certainty > 0.19f &&
+              wanted.certainty > 0.12f * static_cast<float>(own.length));
+        CHECK_EQ(match.length - NgramIndex::kMaxMatch - 1,
+                 (follower.certainty >= 0.35f) + (follower.certainty >= 0.6f) + 0u);
+      } else {
+        CHECK_EQ(match.token, own.token);
+        CHECK(own.length > 0 || wanted.certainty < 0.21f);
+      }
     }
   }
-  CHECK(found > 100 && none > 100 && from_corpus > 20);
+  CHECK(found > 100 && none > 100 && from_corpus > 100);
+}
+
+// The share of a sample stands for that of all occurrences.
+TEST(a_corpus_with_many_occurrences_is_sampled) {
+  Text corpus;
+  for (std::int32_t i = 0; i < 3000; ++i) {
+    corpus.push_back(7);
+    corpus.push_back(i % 3 == 0 ? 1 : 2);
+  }
+  const NgramCorpus more(corpus.data(), corpus.size(), 4);
+  const Text text{9, 7};
+  const NgramCorpus::Follower follower = more.follower(text.data() + 2, 2);
+  CHECK_EQ(follower.token, 2);
+  CHECK(follower.certainty > 0.5f && follower.certainty < 0.8f);
 }
 
 // The index as the last draft: in each round its own tokens, those of the stage upstream, or none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,13 +43,23 @@ def plain(model, ids, mask, **kwargs):
 
 def search(text: list[int], draft: NgramDraft) -> int | None:
     """The token that the draft proposes after ``text``, by a plain search."""
-    corpus = [] if draft.corpus is None else list(draft.corpus)
-    for n in range(min(draft.max_match, len(text)), draft.min_match - 1, -1):
-        for source in (text, corpus):
-            for end in range(len(source) - 1, n - 1, -1):
-                if source[end - n : end] == text[-n:]:
-                    return source[end]
-    return None
+
+    def followers(source: list[int], least: int) -> tuple[int, list[int]]:
+        """The longest match, and what follows its occurrences."""
+        for n in range(min(draft.max_match, len(text)), least - 1, -1):
+            ends = range(n, len(source))
+            if found := [source[end] for end in ends if source[end - n : end] == text[-n:]]:
+                return n, found
+        return 0, []
+
+    length, own = followers(text, draft.min_match)
+    certainty = min(0.95, 0.2 + 0.12 * length) if own else 0.2
+    n, found = followers([] if isinstance(draft.corpus, (Path, type(None))) else list(draft.corpus), 1)
+    if found:
+        token = max(reversed(found), key=found.count)
+        if found.count(token) / (len(found) + 3 / n) >= certainty:
+            return token
+    return own[-1] if own else None
 
 
 def verified(text: list[int], prompt: int, draft: NgramDraft, lookahead: int) -> tuple[int, int, int]:

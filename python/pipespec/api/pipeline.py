@@ -214,7 +214,7 @@ class Pipeline(BasePipeline):
         """The driver of the named schedule, or of the default one."""
         is_named, drafts = schedule is not None, chain.drafts
         if schedule is None:
-            schedule, options["graphs"], drafts = self._default_schedule(drafts, options)
+            schedule, options["graphs"], drafts = self._default_schedule(chain, options)
         config = SpeculationConfig.of(drafts, schedule=schedule, **options)
         _check_form(chain.models, config)
         on_gpu = input_device(chain.models[-1]).type == "cuda"
@@ -234,12 +234,11 @@ class Pipeline(BasePipeline):
             self._notes += (f"schedule={fallback.schedule!r} instead of {config.schedule!r}: {error}",)
             return make_driver(chain.models, fallback)
 
-    def _default_schedule(
-        self, drafts: Sequence[DraftSpec], options: dict[str, Any]
-    ) -> tuple[str, bool, list[DraftSpec]]:
+    def _default_schedule(self, chain: Chain, options: dict[str, Any]) -> tuple[str, bool, list[DraftSpec]]:
         """The schedule by the default rule, whether its steps are captured, and the drafts with those that join."""
+        drafts = chain.drafts
         in_turn = SpeculationConfig.of(drafts, schedule=LOCKSTEP.name, **options)
-        joined = [*drafts, *(row.spec_class()() for row in DRAFTS if row.joins)]
+        joining = [row.spec_class()() for row in DRAFTS if row.joins]
         may_join = in_turn.controlled if drafts else options["lookahead"] is None
         # Drafts are for the target's process, or for an order that only the controller gives them.
         without_models = bool(drafts) and all(draft.inline for draft in drafts)
@@ -251,9 +250,11 @@ class Pipeline(BasePipeline):
             uncaptured=not can_be_captured(drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
-            controlled=may_join and can_be_controlled(joined) and self._group is None,
+            controlled=may_join and can_be_controlled([*drafts, *joining]) and self._group is None,
         )
-        return schedule, captured, joined if joins else list(drafts)
+        if joins:
+            drafts = [*drafts, *(draft.for_target(chain.given, chain.models[-1]) for draft in joining)]
+        return schedule, captured, list(drafts)
 
     @property
     def has_target(self) -> bool:
@@ -398,12 +399,14 @@ class Chain:
     Attributes:
         drafts: The spec of each draft.
         models: Of the drafts that have one, in their order, and of the target.
+        given: What the user passed for the target.
         notes: About the models that were quantised.
         is_known: Whether it is known that the others have the target's tokenizer.
     """
 
     drafts: list[DraftSpec]
     models: list[Any]
+    given: Any
     notes: list[str]
     is_known: bool
 
@@ -471,4 +474,4 @@ def load_chain(
     for made in (model for model in models if not any(model is each for each in given)):
         with_kv_of(loading.dtype, made)
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
-    return Chain(specs, models, notes, is_known)
+    return Chain(specs, models, target, notes, is_known)

@@ -10,12 +10,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from pipespec.engine.chain import DraftSpec
 from pipespec.engine.inputs import stage_names
 from pipespec.models.loading import is_gguf
-from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer
+from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer, tokenizer_file
 from pipespec.registry import TRANSLATED
 
 
@@ -28,15 +27,11 @@ def tokenizer_digest(given: Any, model: PreTrainedModel) -> str | None:
         from pipespec.models.gguf import GgufFile
 
         return _digest_of(dict(enumerate(GgufFile.open(source).texts("tokenizer.ggml.tokens"))))
-    # The file of a folder, or of a hub name in the local cache. A check downloads nothing.
-    try:
-        file = cached_file(str(source), "tokenizer.json", local_files_only=True)
-    except OSError:
-        return None
+    file = tokenizer_file(source)
     if file is None:
         return None
     try:
-        return _digest(Path(file).read_text(encoding="utf-8"))
+        return _digest(file.read_text(encoding="utf-8"))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {error}): get the tokenizer of this model again, or remove the file"

@@ -15,13 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from pipespec_kernels import _native
+
 MAX_DRAFT_TOKENS = 16
 """Maximum number of draft tokens of a round."""
 
 _MATCHES = (4, 8)
 """Length of the match from which on the tokens of an n-gram index belong to the next kind: longer matches are accepted more often."""
 
-_PRIORS = {"model": 0.75, "ngram 0": 0.4, "ngram 1": 0.6, "ngram 2": 0.8}
+_INDEX = {
+    "n-gram, short": (0.4, 2),
+    "n-gram": (0.6, 2),
+    "n-gram, long": (0.8, 4),
+    "corpus, rare": (0.15, 1),
+    "corpus": (0.35, 2),
+    "corpus, frequent": (0.6, 3),
+}
+"""By kind of what an n-gram index has: the acceptance rate, and the draft tokens of a round at most, before the first measurement."""
+_KINDS = tuple(_INDEX)
+_PRIORS = {"model": 0.75} | {kind: rate for kind, (rate, _) in _INDEX.items()}
 """Acceptance rate before the first measurement."""
 _PRIOR_WEIGHT = 6.0
 _MARGINAL = 0.1
@@ -34,8 +46,6 @@ _SMALL_LAG = 16
 """Tokens up to which a draft that has rested catches up within its next step, at no price worth a decision."""
 _FIRST_BOUND = 4
 """Draft tokens of a round at most, as long as no round has shown that more are accepted."""
-_UNKNOWN_NGRAM = (2, 2, 4)
-"""Draft tokens of the first rounds with an n-gram index, by the kind of its match."""
 _FIRST_TRIAL = 12
 """Tokens of the first call after which a draft model may be tried: its agreement with them tells whether it pays before it drafts."""
 _PLAIN_EVERY = 256
@@ -238,7 +248,7 @@ class Controller:
         self._plain_age = self._reviewed = -1
         self._model, self._model_rate = _REST, 0.0
         self._plain_rate = 0.0
-        self._ngram_tables: list[list[tuple[int, float]]] = [[(0, 0.0)]] * 3
+        self._tables: dict[str, list[tuple[int, float]]] = {kind: [(0, 0.0)] for kind in _INDEX}
         self._generated = 0
         self._reading: float | None = None
         self._credit, self._spent = _FIRST_CREDIT, 0.0
@@ -309,7 +319,7 @@ class Controller:
             self._credit = min(self._credit + max(gained, -1.0), _MAX_CREDIT)
         for row, (drafted, accepted) in enumerate(outcome):
             if drafted:
-                kind = "model" if choice.source == "model" else f"ngram {_kind(matches[row][1])}"
+                kind = "model" if choice.source == "model" else _kind(matches[row][1])
                 rates = self.rates[kind]
                 rates.note(drafted, accepted)
                 if not rates.is_settled:
@@ -335,15 +345,15 @@ class Controller:
         since, self._aged = self._rounds - self._aged, self._rounds
         self._reviewed, self._plain_rate = self._rounds, 1.0 / plain
         times = [max(self.target.seconds(1 + k) or plain, plain) for k in range(MAX_DRAFT_TOKENS + 1)]
-        for i in range(3):
+        for kind, (_, first) in _INDEX.items():
             table, best = [(0, self._plain_rate)], (0, self._plain_rate)
-            rates = self.rates[f"ngram {i}"]
-            bound = rates.bound if rates.is_known else _UNKNOWN_NGRAM[i]
+            rates = self.rates[kind]
+            bound = rates.bound if rates.is_known else first
             for k, expected in enumerate(rates.expected()[1:], 1):
                 if k <= bound and expected > best[1] * times[k]:
                     best = k, expected / times[k]
                 table.append(best)
-            self._ngram_tables[i] = table
+            self._tables[kind] = table
             rates.review(best[0] > 0, since)
         if lag >= 0:
             self._review_model(times, lag, remaining, since)
@@ -368,22 +378,22 @@ class Controller:
         """Draft tokens and tokens per second and row of a round with the n-gram index."""
         if len(matches) == 1:
             available, length = matches[0]
-            table = self._ngram_tables[_kind(length)]
+            table = self._tables[_kind(length)]
             return table[min(available, remaining - 1, len(table) - 1)]
         # Rows without a match get their one token in the longer step. Each table has the rate of its rows alone.
-        tokens = max(self._ngram_tables[_kind(n)][min(a, remaining - 1, MAX_DRAFT_TOKENS)][0] for a, n in matches)
+        tokens = max(self._tables[_kind(n)][min(a, remaining - 1, MAX_DRAFT_TOKENS)][0] for a, n in matches)
         if not tokens:
             return 0, 0.0
-        expected = [self.rates[f"ngram {_kind(n)}"].expected()[min(a, tokens)] for a, n in matches]
+        expected = [self.rates[_kind(n)].expected()[min(a, tokens)] for a, n in matches]
         return tokens, sum(expected) / len(matches) / (self.target.seconds(1 + tokens) or 1.0)
 
     def summary(self) -> list[str]:
         """What the present call did, for its report."""
-        ngram = [self.rates[f"ngram {i}"] for i in range(3)]
-        counts = {
-            "n-gram": (sum(r.drafted for r in ngram), sum(r.accepted for r in ngram)),
-            "draft model": (self.rates["model"].drafted, self.rates["model"].accepted),
-        }
+        counts: dict[str, tuple[int, int]] = {}
+        for kind, rates in self.rates.items():
+            name = "draft model" if kind == "model" else kind.split(",")[0]
+            drafted, accepted = counts.get(name, (0, 0))
+            counts[name] = drafted + rates.drafted, accepted + rates.accepted
         lines = [
             f"{name}: {accepted} of {drafted} draft tokens accepted"
             for name, (drafted, accepted) in counts.items()
@@ -394,5 +404,7 @@ class Controller:
         return lines
 
 
-def _kind(match: int) -> int:
-    return sum(match >= length for length in _MATCHES)
+def _kind(match: int) -> str:
+    """The kind of what an n-gram index has, by the length of its match (``NgramIndex::Match``)."""
+    in_corpus = match - _native.MAX_MATCH
+    return _KINDS[2 + in_corpus if in_corpus > 0 else sum(match >= length for length in _MATCHES)]

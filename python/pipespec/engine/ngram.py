@@ -1,4 +1,4 @@
-"""Prompt lookup as a draft: an index of n-grams instead of a model."""
+"""Prompt lookup as a draft: an index of n-grams of the text, and of a corpus, instead of a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
 from pipespec.engine.chain import DraftSpec, InlineStage
+from pipespec.engine.corpus import ANSWERS, corpus_ids, ids_of_answers
 from pipespec.models.properties import embedding_size
-from pipespec.models.tokenizers import load_tokenizer
 from pipespec_kernels import _native
 
 NGRAM = "ngram"
@@ -32,8 +32,8 @@ class NgramStage(InlineStage):
 
     def __init__(self, spec: NgramDraft, *place: Any, **options: Any) -> None:
         super().__init__(spec, *place, **options)
-        self._empty = spec.index()
-        self._corpus = None if spec.corpus is None else spec.index(np.asarray(spec.corpus))
+        self._empty = _native.NgramIndex(spec.min_match, spec.max_match)
+        self._corpus = None if spec.corpus is None else _native.NgramCorpus(np.asarray(spec.corpus), spec.max_match)
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> None:
         self._native = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
@@ -65,14 +65,15 @@ class NgramDraft(DraftSpec):
     """Prompt lookup: a draft without a model, in place of one of ``drafts``. The string ``"ngram"`` stands for the defaults.
 
     It drafts the tokens that followed the latest earlier occurrence of the newest tokens, in the prompt or the generated text. The
-    longest occurrence counts. Where there is none, it drafts nothing, and the next stage decodes as without it. This is prompt lookup decoding
-    (Saxena 2023).
+    longest occurrence counts (prompt lookup decoding, Saxena 2023). Where what follows in a corpus is more certain, by the length and the number of the
+    occurrences, it drafts that (as retrieval does, He et al. 2023, REST). Where there is neither, it drafts nothing, and the next stage decodes as without it.
 
     Args:
-        min_match: Minimum number of tokens that must occur earlier.
+        min_match: Minimum number of tokens that must occur earlier in the text.
         max_match: Maximum number of tokens that are compared, up to 32.
-        corpus: More text to look in: the path of a UTF-8 text, which is encoded by the target's tokenizer, or token ids ``[N]``. All rows share it.
-            Of equally long occurrences, those in the row's own text come first.
+        corpus: A text whose phrases are likely: the path of a UTF-8 text (gzipped: ``.gz``), which is encoded by the target's tokenizer, or token ids
+            ``[N]``. All rows share it. By default a text of answers comes with the package, and takes part where a tokenizer lies beside the
+            target's weights. None: no corpus.
 
     Raises:
         ValueError: A number is out of range, or ``corpus`` is empty or not one sequence.
@@ -90,7 +91,7 @@ class NgramDraft(DraftSpec):
 
     min_match: int = 2
     max_match: int = 8
-    corpus: Path | str | Sequence[int] | np.ndarray | None = None
+    corpus: Path | str | Sequence[int] | np.ndarray | None = ANSWERS
 
     def __post_init__(self) -> None:
         for name in ("min_match", "max_match"):
@@ -121,13 +122,15 @@ class NgramDraft(DraftSpec):
         """
         if self.corpus is None:
             return self
+        source = given if isinstance(given, (str, Path)) else target.config._name_or_path
+        vocabulary = embedding_size(target)
         ids = self.corpus
         if isinstance(ids, (str, Path)):
-            source = given if given is not target else target.config._name_or_path
-            ids = np.array(_encoded(Path(ids), source))
+            if Path(ids) == ANSWERS:
+                return replace(self, corpus=ids_of_answers(source, vocabulary) if source else None)
+            ids = corpus_ids(Path(ids), source)
         if len(ids) == 0:
             raise ValueError("the corpus of the n-gram draft is empty")
-        vocabulary = embedding_size(target)
         low, high = int(np.min(ids)), int(np.max(ids))
         if low < 0 or high >= vocabulary:
             raise ValueError(
@@ -135,29 +138,3 @@ class NgramDraft(DraftSpec):
                 "encode the text with the target's tokenizer"
             )
         return replace(self, corpus=np.ascontiguousarray(ids, dtype=np.int32))
-
-    def index(self, tokens: np.ndarray | None = None) -> _native.NgramIndex:
-        """Return a new index over ``tokens``, int32 ``[N]``."""
-        index = _native.NgramIndex(self.min_match, self.max_match)
-        if tokens is not None:
-            index.write(0, tokens)
-        return index
-
-
-def _encoded(file: Path, source: Any) -> list[int]:
-    """Token ids of a corpus, UTF-8 text, by the tokenizer in a folder or of a hub name."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the corpus {file} is not UTF-8 text") from error
-    except ValueError as error:  # a NUL in the name
-        raise ValueError(f"the corpus {str(file)!r} is no path: {error}") from error
-    try:
-        tokenizer = load_tokenizer(source)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"the corpus {file} cannot be encoded, as there is no tokenizer in the target's folder ({error}): give its token ids instead, "
-            "NgramDraft(corpus=tokenizer(text).input_ids)"
-        ) from error
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-    return ids

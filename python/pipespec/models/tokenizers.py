@@ -59,6 +59,21 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
         ) from error
 
 
+def tokenizer_file(source: str | Path) -> Path | None:
+    """The file on this machine that holds the tokens of a folder, of a hub name, or of a GGUF file; None: there is none, or no single one. Nothing is downloaded."""
+    from transformers.utils import cached_file
+
+    from pipespec.models.loading import is_gguf
+
+    if is_gguf(source) or Path(source).name == "tokenizer.json":
+        return Path(source)
+    try:
+        found = cached_file(str(source), "tokenizer.json", local_files_only=True)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
+
+
 _FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite

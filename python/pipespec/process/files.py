@@ -21,7 +21,7 @@ def require_model(model: str | Path) -> None:
         )
 
 
-def replace(path: Path, text: str) -> None:
+def replace(path: Path, text: str | bytes) -> None:
     """Write a file in one step, so that an interrupted process, or a full disk, leaves the earlier or the new contents.
 
     A link, a device and a pipe are written in place: a file would take their place.
@@ -32,7 +32,7 @@ def replace(path: Path, text: str) -> None:
     in_place = os.path.lexists(path) and (path.is_symlink() or not path.is_file())
     written = path if in_place else path.with_name(f".{os.getpid()}.{threading.get_ident()}.half")
     try:
-        written.write_text(text, encoding="utf-8")
+        written.write_bytes(text.encode("utf-8") if isinstance(text, str) else text)
         if not in_place:
             if path.exists():
                 shutil.copymode(path, written)
