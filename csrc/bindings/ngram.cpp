@@ -68,6 +68,13 @@ void bind_ngram(py::module_& m) {
             stage.prefill(row, data, n);
           },
           py::arg("row"), py::arg("tokens").noconvert())
+      .def(
+          "text",
+          [](const NgramStage& stage, std::uint32_t row, std::uint32_t begin) {
+            const std::vector<std::int32_t> text = stage.text(row, begin);
+            return py::array_t<std::int32_t>(static_cast<py::ssize_t>(text.size()), text.data());
+          },
+          py::arg("row"), py::arg("begin"))
       .def("fill", &NgramStage::fill, py::arg("lookahead"),
            py::call_guard<py::gil_scoped_release>())
       .def(

@@ -32,6 +32,15 @@ class NgramStage {
     indexed_[row] = static_cast<std::uint32_t>(count);
   }
 
+  // The tokens that the target has committed, as far as the last step has seen, from `begin` on.
+  std::vector<std::int32_t> text(std::uint32_t row, std::uint32_t begin) const {
+    const NgramIndex& index = indices_.at(row);
+    const std::size_t end = std::min<std::size_t>(indexed_[row], index.size());
+    std::vector<std::int32_t> out;
+    for (std::size_t i = begin; i < end; ++i) out.push_back(index.token(i));
+    return out;
+  }
+
   struct Outlook {
     std::uint32_t tokens;  // that fill() would draft
     std::uint32_t match;   // length of the first one's, see NgramIndex::Match

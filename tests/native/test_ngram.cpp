@@ -189,6 +189,8 @@ TEST(passes_on_the_tokens_upstream_or_its_own) {
       const std::int32_t known = target.query_lens()[0] - target.num_draft_tokens()[0];
       target.commit(selected.data() + known - 1, kWidth);
     }
+    last.foresee(0, 1);
+    CHECK(last.text(0, start) == Text(text.begin() + start, text.begin() + limit));
     CHECK(tokens(block, 2, 0, start, limit) == Text(text.begin() + start, text.begin() + limit));
   }
   CHECK(relayed > 1000 && drafted > 1000 && rested > 500);

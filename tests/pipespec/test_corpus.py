@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from pipespec import NgramDraft, Pipeline, attach
 from pipespec.demo import family_path
-from pipespec.engine import corpus
+from pipespec.engine import corpus, ngram
 from pipespec.engine.corpus import ANSWERS, corpus_ids, ids_of_answers
 from pipespec.models.loading import load_model
 from tests.conftest import random_llama
@@ -62,12 +62,36 @@ def test_a_text_of_the_corpus_is_drafted():
     assert torch.equal(model.generate(ids, max_new_tokens=40, do_sample=False), text)
 
 
+@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+def test_what_a_pipeline_has_generated_is_known(schedule, monkeypatch):
+    """Sampled text of one seed and position comes again in a call that has read nothing else than its prompt."""
+    monkeypatch.setattr(ngram, "_UNSORTED", 64)
+    model, ids = random_llama(3), torch.arange(5, 12)[None]
+    sampled = {"max_new_tokens": 70, "do_sample": True, "seed": 11}
+    with Pipeline(model, schedule="plain") as pipe:
+        wanted = pipe.generate(ids, **sampled)
+    accepted = {}
+    for history in (0, 8, 1000):
+        draft = NgramDraft(corpus=None, history=history)
+        with Pipeline(model, draft, schedule=schedule, lookahead=6) as pipe:
+            accepted[history] = []
+            for _ in range(3):
+                assert torch.equal(pipe.generate(ids, **sampled), wanted)
+                accepted[history].append(pipe.report.stages[-1].accepted)
+    assert max(accepted[0]) < 20
+    assert accepted[0][0] == accepted[0][2] == accepted[1000][0]
+    assert max(accepted[8]) < 20
+    # The first text is known in the second call; a single earlier occurrence counts from a few tokens on.
+    assert min(accepted[1000][1:]) > 45
+
+
 def test_ids_are_kept_by_text_and_tokenizer(tmp_path, cache, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("def mean(values):\n    return sum(values)\n")
     folder = shutil.copytree(FOLDER, tmp_path / "model")
     ids = corpus_ids(text, folder)
-    assert ids.dtype == np.int32 and ids.tolist() == encoded(text.read_text())
+    assert ids.dtype == np.int32
+    assert ids.tolist() == encoded(text.read_text())
     (file,) = cache.iterdir()
 
     def count(found: list[str]):
@@ -76,16 +100,21 @@ def test_ids_are_kept_by_text_and_tokenizer(tmp_path, cache, monkeypatch):
 
     reads: list[str] = []
     count(reads)
-    assert np.array_equal(corpus_ids(text, folder), ids) and not reads
+    assert np.array_equal(corpus_ids(text, folder), ids)
+    assert not reads
     # A file that was cut is made again.
     file.write_bytes(file.read_bytes()[:-5])
-    assert np.array_equal(corpus_ids(text, folder), ids) and len(reads) == 1
-    assert np.array_equal(corpus_ids(text, folder), ids) and len(reads) == 1
+    assert np.array_equal(corpus_ids(text, folder), ids)
+    assert len(reads) == 1
+    assert np.array_equal(corpus_ids(text, folder), ids)
+    assert len(reads) == 1
     # Another text, and another tokenizer.
     text.write_text("return values\n")
-    assert corpus_ids(text, folder).tolist() == encoded("return values\n") and len(reads) == 2
+    assert corpus_ids(text, folder).tolist() == encoded("return values\n")
+    assert len(reads) == 2
     (folder / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes() + b"\n")
-    assert corpus_ids(text, folder).tolist() == encoded("return values\n") and len(reads) == 3
+    assert corpus_ids(text, folder).tolist() == encoded("return values\n")
+    assert len(reads) == 3
     gz = tmp_path / "text.txt.gz"
     gz.write_bytes(gzip.compress(b"return values\n"))
     assert corpus_ids(gz, folder).tolist() == encoded("return values\n")
@@ -96,7 +125,8 @@ def test_nothing_can_be_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
     for _ in range(2):
         ids = ids_of_answers(FOLDER, 10**6)
-        assert ids is not None and len(ids) > 50_000
+        assert ids is not None
+        assert len(ids) > 50_000
 
 
 def test_a_damaged_tokenizer_is_no_matter_of_the_default(tmp_path):
