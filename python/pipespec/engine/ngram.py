@@ -31,7 +31,7 @@ class NgramStage(InlineStage):
     What a call has generated belongs to the corpus of later calls (as in SuffixDecoding, Oliaro et al. 2024).
     """
 
-    _native: _native.NgramStage | None = None
+    _running: _native.NgramStage | None = None
 
     def __init__(self, spec: NgramDraft, *place: Any, **options: Any) -> None:
         super().__init__(spec, *place, **options)
@@ -51,24 +51,24 @@ class NgramStage(InlineStage):
         self._remember()
         if self._unsorted >= _UNSORTED:
             self._corpus = self._sorted()
-        self._native = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
-        self._native.trace(self.trace)
+        self._running = self.block.ngram_stage(self.index, WIDTH, self._empty, self._corpus)
+        self._running.trace(self.trace)
         self._prompts = [len(prompt) for prompt in prompts]
         for row, prompt in enumerate(prompts):
-            self._native.prefill(row, prompt[:-1])
+            self._running.prefill(row, prompt[:-1])
 
     def fill(self, count: int) -> None:
-        assert self._native is not None
-        self._native.fill(count)
+        assert self._running is not None
+        self._running.fill(count)
 
     def foresee(self, count: int) -> list[tuple[int, int]]:
         """Per row, how many tokens :meth:`fill` would draft now, and how many tokens of the text the match has. The row follows the target before, and may publish that."""
-        assert self._native is not None
-        return [self._native.foresee(row, count) for row in range(len(self._prompts))]
+        assert self._running is not None
+        return [self._running.foresee(row, count) for row in range(len(self._prompts))]
 
     def relay(self, count: int) -> None:
-        assert self._native is not None
-        self._native.relay(count)
+        assert self._running is not None
+        self._running.relay(count)
 
     def release(self) -> None:
         super().release()
@@ -76,11 +76,11 @@ class NgramStage(InlineStage):
 
     def _remember(self) -> None:
         """Add the texts of the last call to the history."""
-        if self._native is not None and self._spec.history:
-            texts = [self._native.text(row, begin) for row, begin in enumerate(self._prompts)]
+        if self._running is not None and self._spec.history:
+            texts = [self._running.text(row, begin) for row, begin in enumerate(self._prompts)]
             self._history = np.concatenate([self._history, *texts])[-self._spec.history :]
             self._unsorted += sum(map(len, texts))
-        self._native = None
+        self._running = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
