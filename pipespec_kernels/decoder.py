@@ -11,6 +11,7 @@ number of threads, so one forward of ``q`` columns gives the same bits as ``q`` 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from operator import index
 from typing import Any, NamedTuple
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import _native
-from pipespec_kernels.decoder_layers import CODES, Addresses, DecoderShape, LayerWeights
+from pipespec_kernels.decoder_layers import CODES, Address, Addresses, DecoderShape, LayerSizes, LayerWeights
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.packed import num_threads
 from pipespec_kernels.recurrent import States, StateSizes
 
-__all__ = ["ANY", "DecoderShape", "LayerWeights", "NativeDecoder", "Taps"]
+__all__ = ["ANY", "DecoderShape", "LayerSizes", "LayerWeights", "NativeDecoder", "PerLayerInputs", "Taps"]
 
 ANY = 1 << 62
 """Bytes that are more than any memory has."""
@@ -46,6 +47,36 @@ class Taps(NamedTuple):
     begin: Sequence[int]
 
 
+class PerLayerInputs(NamedTuple):
+    """What makes the inputs of each layer beside its hidden states, ``P`` of each.
+
+    They are the sum of two parts: an embedding of the token, and the norms of a product with the embedding that the first layer reads.
+
+    Attributes:
+        embedding: ``[V or more, W]``, of which the first ``layers * P`` columns are those of the decoder's layers.
+        matrix: ``[layers * P, H]``.
+        norm: ``[P]``.
+    """
+
+    embedding: Tensor | QuantizedMatrix
+    matrix: Tensor | QuantizedMatrix
+    norm: Tensor
+
+    def native(self, shape: DecoderShape, layers: int, at: Addresses) -> tuple[list[Address], int]:
+        """What the native code takes. Raises ``ValueError`` for shapes that do not fit."""
+        rows, width = self.embedding.shape
+        if rows < shape.vocabulary or width < layers * shape.per_layer:
+            raise ValueError(
+                f"the embedding of per-layer inputs must have {shape.vocabulary} rows and {layers * shape.per_layer} columns at least, got {rows} and {width}"
+            )
+        found = [
+            at("per_layer.embedding", self.embedding, (rows, width)),
+            at("per_layer.matrix", self.matrix, (layers * shape.per_layer, shape.hidden)),
+            at("per_layer.norm", self.norm, (shape.per_layer,)),
+        ]
+        return found, width
+
+
 class NativeDecoder:
     """A decoder's layers, and where given its embedding, last norm and head, for forwards on the CPU.
 
@@ -62,6 +93,7 @@ class NativeDecoder:
         head: ``[V, H]``. Either may be quantised.
         head_bias: ``[V]``.
         head_scale: float32 ``[V]``, of a head in int8.
+        per_layer: With ``shape.per_layer``, what makes these inputs.
         room: Bytes that copies of float32 matrices as bfloat16 may take. None is made if all would take more.
         threads: Upper bound while weights are copied; default ``torch.get_num_threads()``.
 
@@ -89,12 +121,16 @@ class NativeDecoder:
         head: Tensor | QuantizedMatrix | None = None,
         head_bias: Tensor | None = None,
         head_scale: Tensor | None = None,
+        per_layer: PerLayerInputs | None = None,
         room: int = ANY,
         threads: int | None = None,
     ) -> None:
         shape.check()
         for i, layer in enumerate(layers):
             layer.check(f"layers[{i}]", shape)
+        sizes = _sizes_of(layers, shape)
+        if (per_layer is None) != (shape.per_layer == 0):
+            raise ValueError("per_layer makes the per-layer inputs that the shape has, and no others")
         if head is None and norm is not None:
             raise ValueError("a norm needs a head")
         if head is not None and norm is None and (layers or embedding is not None):
@@ -115,7 +151,8 @@ class NativeDecoder:
         )
         self._addresses = at = Addresses()
         h, v = shape.hidden, shape.vocabulary
-        sizes = h, shape.heads, shape.latent, shape.rotated
+        of_latent = h, shape.heads, shape.latent, shape.rotated
+        more, width = ([(0,) * 5] * 3, 0) if per_layer is None else per_layer.native(shape, len(layers), at)
         self._native = _native.Decoder(
             *shape.native(),
             [
@@ -131,11 +168,13 @@ class NativeDecoder:
                     layer.adds_to_norm,
                     -1 if layer.rope is None else layer.rope,
                     layer.head_norms(shape),
+                    -1 if layer.keys_of is None else layer.keys_of,
+                    own,
                     None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", h, at),
                     None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
-                    None if layer.latent is None else layer.latent.native(f"layers[{i}].latent", sizes, at),
+                    None if layer.latent is None else layer.latent.native(f"layers[{i}].latent", of_latent, at),
                 )
-                for i, (window, layer) in enumerate(zip(seen, layers, strict=True))
+                for i, (window, layer, own) in enumerate(zip(seen, layers, sizes, strict=True))
             ],
             [
                 at("embedding", self._embedding, (v, h)),
@@ -143,11 +182,14 @@ class NativeDecoder:
                 at("head", head, (v, h), head_scale),
                 at("head_bias", head_bias, (v,)),
                 at("norm_bias", norm_bias, (h,)),
+                *more,
             ],
+            width,
             room,
             num_threads(threads),
         )
         self._recurrent, self._state_sizes = sum(layer.recurrent is not None for layer in layers), _state_sizes(layers)
+        self._kinds = _kinds(layers, sizes, shape)
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
         self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
@@ -177,8 +219,8 @@ class NativeDecoder:
     def run_layers(
         self,
         hidden: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Sequence[Tensor],
+        values: Tensor | Sequence[Tensor],
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
@@ -187,6 +229,7 @@ class NativeDecoder:
         begin: int = 0,
         end: int | None = None,
         side: Tensor | None = None,
+        tokens: Tensor | None = None,
         taps: Taps | None = None,
         states: States | None = None,
         threads: int | None = None,
@@ -195,8 +238,9 @@ class NativeDecoder:
 
         Args:
             hidden: float32 ``[rows, q, H]``; is not changed.
-            keys: float32 or bfloat16 ``[layers, rows, kv_heads, capacity, head_dim]``, the layers being all of this decoder's.
-                Any strides, the last dimension contiguous. Row ``r`` is written at ``lengths[r] .. lengths[r] + q - 1``.
+            keys: float32 or bfloat16 ``[layers, rows, kv_heads, capacity, head_dim]``, the layers being all of this decoder's that have keys of their own.
+                Any strides, the last dimension contiguous. Row ``r`` is written at ``lengths[r] .. lengths[r] + q - 1``. Where layers differ in
+                ``kv_heads`` or ``head_dim``, one tensor for each size, in the order of their first layers.
             values: Like ``keys``. With a latent, ``keys [.., latent]`` are the latents, and ``values [.., rotary_dim]`` the rotated parts, which lie right
                 behind them in one tensor.
             lengths: Positions that each row holds. Column ``j`` of row ``r`` stands at position ``lengths[r] + j`` and sees the
@@ -208,6 +252,7 @@ class NativeDecoder:
             begin: First layer.
             end: After the last layer; None: all.
             side: Like ``hidden``, for layers that have side inputs.
+            tokens: With per-layer inputs, the tokens whose embeddings ``hidden`` are, as for :meth:`embed`; ``begin`` is 0 then.
             taps: Hidden states that are copied.
             states: Of recurrent layers, which have no keys and values.
             threads: Upper bound, the calling thread included; default ``torch.get_num_threads()``.
@@ -227,6 +272,11 @@ class NativeDecoder:
             raise ValueError(f"hidden must be [rows, q, {self.shape.hidden}], got shape {tuple(hidden.shape)}")
         if any(self._reads_side[begin:end]) != (side is not None) or (side is not None and side.shape != hidden.shape):
             raise ValueError("layers with side inputs, and no others, need side of the shape of hidden")
+        if (tokens is None) != (self.shape.per_layer == 0) or (tokens is not None and begin):
+            raise ValueError("layers with per-layer inputs, and no others, need tokens, from layer 0 on")
+        if tokens is not None and tokens.shape != hidden.shape[:2]:
+            raise ValueError(f"tokens must be {tuple(hidden.shape[:2])} as hidden, got {tuple(tokens.shape)}")
+        described = None if tokens is None else _tokens(tokens)
         cache, columns = _cache(
             self, hidden.shape[0], hidden.shape[1], keys, values, lengths, (cos, sin, query_factors)
         )
@@ -237,7 +287,7 @@ class NativeDecoder:
             side = side.detach().contiguous()
         held = _states(self, hidden.shape[0], hidden.shape[1], states)
         given = 0 if side is None else side.data_ptr()
-        self._native.run_layers(out.data_ptr(), given, cache, columns, begin, end, tapped, count, held)
+        self._native.run_layers(out.data_ptr(), given, described, cache, columns, begin, end, tapped, count, held)
         return out
 
     def logits(self, hidden: Tensor, *, threads: int | None = None) -> Tensor:
@@ -266,8 +316,8 @@ class NativeDecoder:
     def step(
         self,
         tokens: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: Tensor | Sequence[Tensor],
+        values: Tensor | Sequence[Tensor],
         lengths: Sequence[int],
         cos: Tensor,
         sin: Tensor,
@@ -327,34 +377,101 @@ class NativeDecoder:
     def _tokens(self, tokens: Tensor) -> tuple[int, int, int, int]:
         if not self._has_embedding:
             raise ValueError("this decoder was made without embedding")
-        size = _TOKEN_BYTES.get(tokens.dtype)
-        if size is None:
-            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
-        if tokens.dim() != 2 or not tokens.is_cpu:
-            raise ValueError(f"tokens must be [rows, q] on the CPU, got {tuple(tokens.shape)} on {tokens.device}")
-        row_stride, column_stride = tokens.stride()
-        return tokens.data_ptr(), size, row_stride, column_stride
+        return _tokens(tokens)
+
+
+def _tokens(tokens: Tensor) -> tuple[int, int, int, int]:
+    """Tokens as the native code takes them."""
+    size = _TOKEN_BYTES.get(tokens.dtype)
+    if size is None:
+        raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+    if tokens.dim() != 2 or not tokens.is_cpu:
+        raise ValueError(f"tokens must be [rows, q] on the CPU, got {tuple(tokens.shape)} on {tokens.device}")
+    row_stride, column_stride = tokens.stride()
+    return tokens.data_ptr(), size, row_stride, column_stride
+
+
+def _sizes_of(layers: Sequence[LayerWeights], shape: DecoderShape) -> list[LayerSizes]:
+    """The sizes of each layer. Raises ``ValueError`` for those that do not fit, and for keys of a layer that has no such ones."""
+    found = [layer.sizes or shape.layer_sizes for layer in layers]
+    for i, (layer, own) in enumerate(zip(layers, found, strict=True)):
+        own.check(f"layers[{i}]", shape.heads)
+        if own.rotary_dim > shape.rotated:
+            raise ValueError(f"layers[{i}] rotates {own.rotary_dim} elements, more than rotary_dim = {shape.rotated}")
+        if (of := layer.keys_of) is None:
+            continue
+        is_there = 0 <= of < i and layers[of].keys_of is None and layers[of].recurrent is None
+        if not is_there or found[of][1:3] != own[1:3] or shape.latent:
+            raise ValueError(
+                f"layers[{i}] reads the keys of layer {of}, which must come before it and store keys of its size"
+            )
+    return found
+
+
+def _kinds(
+    layers: Sequence[LayerWeights], sizes: Sequence[LayerSizes], shape: DecoderShape
+) -> dict[tuple[int, int], int]:
+    """By heads and size of keys, the number of layers that store such ones. A decoder without any takes empty tensors."""
+    stored = [
+        own[1:3] for layer, own in zip(layers, sizes, strict=True) if layer.recurrent is None and layer.keys_of is None
+    ]
+    return Counter(stored) or {(shape.kv_heads, shape.head_dim): 0}
 
 
 def _cache(
     of: NativeDecoder,
     rows: int,
     width: int,
-    keys: Tensor,
-    values: Tensor,
+    keys: Tensor | Sequence[Tensor],
+    values: Tensor | Sequence[Tensor],
     lengths: Sequence[int],
     tables: tuple[Tensor, Tensor, Tensor | None],
 ) -> tuple[Any, Any]:
     """Keys and values, and the columns fed, as the native code takes them."""
-    sizes, layers = of.shape, of.num_layers - of._recurrent
+    stored, others = ([given] if isinstance(given, Tensor) else list(given) for given in (keys, values))
+    if not len(stored) == len(others) == len(of._kinds):
+        raise ValueError(
+            f"this decoder has keys and values of {len(of._kinds)} sizes, got tensors of {len(stored)} and {len(others)}"
+        )
+    cos, sin, factors = tables
+    _check_rotations(of, cos, sin)
+    _check_factors(factors, cos.shape[-2])
+    described = [
+        _store(of.shape, (count, rows, *kind), own, other)
+        for (kind, count), own, other in zip(of._kinds.items(), stored, others, strict=True)
+    ]
+    held = [index(n) for n in lengths]
+    if len(held) != rows:
+        raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
+    capacity = min(own.shape[3] for own in stored)
+    room = min(capacity, cos.shape[-2])
+    if held and not 0 <= min(held) <= max(held) <= room - width:
+        raise ValueError(
+            f"lengths are {held} and each row is fed {width} tokens, but the capacity is {capacity} and cos and sin "
+            f"have {cos.shape[-2]} positions"
+        )
+    return (
+        described,
+        (
+            held,
+            width,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-2],
+            0 if factors is None else factors.data_ptr(),
+        ),
+    )
+
+
+def _store(sizes: DecoderShape, wanted: tuple[int, ...], keys: Tensor, values: Tensor) -> tuple[Any, ...]:
+    """Keys and values of one size, ``wanted``: layers, rows, heads and the size of a key."""
+    layers, rows, heads, key = wanted
     code = CODES.get(keys.dtype)
     if code is None or values.dtype is not keys.dtype:
         raise TypeError(f"keys and values must both be float32 or both bfloat16, got {keys.dtype} and {values.dtype}")
-    shape, size = keys.shape, sizes.latent or sizes.head_dim
-    if len(shape) != 5 or (layers, rows, sizes.kv_heads, shape[3], size) != shape:
-        raise ValueError(
-            f"keys must be [{layers}, {rows}, {sizes.kv_heads}, capacity, {size}], got shape {tuple(shape)}"
-        )
+    shape, size = keys.shape, sizes.latent or key
+    if len(shape) != 5 or (layers, rows, heads, shape[3], size) != shape:
+        raise ValueError(f"keys must be [{layers}, {rows}, {heads}, capacity, {size}], got shape {tuple(shape)}")
     if values.shape != (*shape[:4], sizes.rotated if sizes.latent else size):
         raise ValueError(f"values are {tuple(values.shape)}, keys are {tuple(shape)}")
     behind = keys.data_ptr() + size * keys.element_size()
@@ -367,29 +484,7 @@ def _cache(
         )
     if not (keys.is_cpu and values.is_cpu):
         raise ValueError(f"keys and values must be on the CPU, not on {keys.device} and {values.device}")
-    cos, sin, factors = tables
-    _check_rotations(of, cos, sin)
-    _check_factors(factors, cos.shape[-2])
-    held = [index(n) for n in lengths]
-    if len(held) != rows:
-        raise ValueError(f"lengths must have {rows} entries, one per row, got {len(held)}")
-    room = min(shape[3], cos.shape[-2])
-    if held and not 0 <= min(held) <= max(held) <= room - width:
-        raise ValueError(
-            f"lengths are {held} and each row is fed {width} tokens, but the capacity is {shape[3]} and cos and sin "
-            f"have {cos.shape[-2]} positions"
-        )
-    return (
-        (keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]),
-        (
-            held,
-            width,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos.shape[-2],
-            0 if factors is None else factors.data_ptr(),
-        ),
-    )
+    return keys.data_ptr(), values.data_ptr(), code, key_strides[:4] + value_strides[:4]
 
 
 def _check_rotations(of: NativeDecoder, cos: Tensor, sin: Tensor) -> None:

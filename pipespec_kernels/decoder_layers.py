@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,13 +23,34 @@ _SHARED, _OWN, _JOINT = range(3)
 """What a norm of queries or keys is for, see :class:`LayerWeights`."""
 CODES: Mapping[torch.dtype, int] = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16}
 _NUMBERS = (
-    "eps", "scale", "norm_offset", "softcap", "residual_scale", "embedding_scale", "logit_scale", "logit_softcap"
+    "eps", "scale", "norm_offset", "softcap", "residual_scale", "embedding_scale", "logit_scale", "logit_softcap", "per_layer_scale",
+    "per_layer_in_scale", "per_layer_sum_scale",
 )  # fmt: skip
 """Of a :class:`DecoderShape`, in the order of the native code."""
 _LAYER_NORMS = (
-    "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias"
+    "input_norm", "post_norm", "side_norm", "o_norm", "down_norm", "input_norm_bias", "post_norm_bias", "per_layer_norm"
 )  # fmt: skip
 _ATTENTION, _FEED_FORWARD = ("q", "k", "v", "o"), ("up", "down")
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of one layer, as those of :class:`DecoderShape`."""
+
+    intermediate: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int
+
+    def check(self, name: str, heads: int) -> None:
+        """Raise ``ValueError`` for sizes that do not fit each other, or ``heads`` of queries."""
+        if not all(0 < size < 2**31 for size in self[:3]):
+            raise ValueError(f"{name} must have sizes of 1 .. 2**31 - 1, got {self}")
+        if heads % self.kv_heads:
+            raise ValueError(f"{name}: kv_heads must divide heads, got {self.kv_heads} and {heads}")
+        if self.rotary_dim % 2 or not 0 <= self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"{name}: rotary_dim must be even and 0 .. head_dim = {self.head_dim}, got {self.rotary_dim}"
+            )
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,10 @@ class DecoderShape:
         logit_scale: Factor of the logits.
         logit_softcap: As ``softcap``, of the logits after their factor.
         latent: With latent attention, the first elements of a key, which are its value, too; the rotated ones follow. 0: keys and values differ.
+        per_layer: Inputs of each layer beside the hidden states, ``P``; 0: there are none.
+        per_layer_scale: Factor of the embeddings of these inputs.
+        per_layer_in_scale: Factor of what they have from the embeddings of the model, in front of its norm.
+        per_layer_sum_scale: Factor of the sum of both.
     """
 
     hidden: int
@@ -81,21 +106,29 @@ class DecoderShape:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     latent: int = 0
+    per_layer: int = 0
+    per_layer_scale: float = 1.0
+    per_layer_in_scale: float = 1.0
+    per_layer_sum_scale: float = 1.0
 
     @property
     def rotated(self) -> int:
         """Elements of a head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
+    @property
+    def layer_sizes(self) -> LayerSizes:
+        """The sizes of a layer that has none of its own."""
+        return LayerSizes(self.intermediate, self.kv_heads, self.head_dim, self.rotated)
+
     def check(self) -> None:
         """Raise ``ValueError`` for a size or constant that does not fit."""
         for name in ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary"):
             if not 0 < getattr(self, name) < 2**31:
                 raise ValueError(f"{name} must be 1 .. 2**31 - 1, got {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
-        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
-            raise ValueError(f"rotary_dim must be even and 0 .. head_dim = {self.head_dim}, got {self.rotated}")
+        self.layer_sizes.check("its layers", self.heads)
+        if not 0 <= self.per_layer < 2**31:
+            raise ValueError(f"per_layer must be 0 .. 2**31 - 1, got {self.per_layer}")
         if self.latent and (self.kv_heads != 1 or self.latent + self.rotated != self.head_dim):
             raise ValueError(
                 f"a latent and rotary_dim make up one head of keys, got {self.latent}, {self.rotated} and {self.head_dim} in {self.kv_heads} heads"
@@ -120,6 +153,7 @@ class DecoderShape:
             self.vocabulary,
             self.rotated,
             self.latent,
+            self.per_layer,
         )
         kinds = (
             _ACTIVATIONS[self.activation],
@@ -148,6 +182,11 @@ class LayerWeights:
 
     ``rope`` is the number of the layer's rotation among those that a forward gets; None: queries and keys are not rotated. ``sinks [heads]`` are scores that
     take part in the softmax of each head, and have no value.
+
+    ``sizes`` are those of the layer where it differs from the shape, and ``keys_of`` is the number of an earlier layer of the same sizes of heads, whose keys and
+    values it reads: then there is none of ``k`` and ``v``. Values have a norm ``v_norm [head_dim]`` before they are kept. Per-layer inputs, ``P`` of each column, are multiplied by
+    the activation of the product of the hidden states with ``per_layer_gate [P, H]``; the product of that with ``per_layer_out [H, P]``, with the norm ``per_layer_norm [H]`` behind it, is
+    added after the feed-forward. ``output_scale [1]`` is a factor of the layer's output.
 
     With a ``side_norm [H]`` the layer has side inputs, as that of an EAGLE-3 head: ``q``, ``k`` and ``v`` are ``[out, 2 * H]`` and read the normalised
     side inputs, and after them the normalised hidden states; with ``adds_to_norm`` the residual begins with the latter instead of the hidden states.
@@ -179,6 +218,13 @@ class LayerWeights:
     sinks: Tensor | None = None
     q_gate: Tensor | QuantizedMatrix | OrderedRows | None = None
     q_gate_bias: Tensor | None = None
+    v_norm: Tensor | None = None
+    per_layer_gate: Tensor | QuantizedMatrix | None = None
+    per_layer_out: Tensor | QuantizedMatrix | None = None
+    per_layer_norm: Tensor | None = None
+    output_scale: Tensor | None = None
+    per_layer_gate_scale: Tensor | None = None
+    per_layer_out_scale: Tensor | None = None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
@@ -188,6 +234,8 @@ class LayerWeights:
     down_scale: Tensor | None = None
     adds_to_norm: bool = False
     rope: int | None = 0
+    keys_of: int | None = None
+    sizes: LayerSizes | None = None
     experts: Experts | None = None
     recurrent: Recurrent | None = None
     latent: Latent | None = None
@@ -196,20 +244,16 @@ class LayerWeights:
         """Raise ``ValueError`` for a layer that lacks an attention or a feed-forward, or has two of one."""
         if (self.latent is not None) != (shape.latent > 0):
             raise ValueError(f"{name} has latents, and the shape has none, or the reverse")
-        if self.latent is not None and self.o is None:
-            raise ValueError(f"{name} has no o")
-        instead: list[tuple[str, Any, tuple[str, ...]]] = [
-            ("recurrent", self.recurrent, _ATTENTION),
-            ("experts", self.experts, _FEED_FORWARD),
-        ]
-        if self.latent is not None:
-            instead[0] = ("latent", self.latent, _ATTENTION[:-1])
-        for part, other, names in instead:
+        for part, other, names in self._instead(name):
             lacking = [each for each in names if getattr(self, each) is None]
             if lacking and other is None:
                 raise ValueError(f"{name} has neither {lacking[0]} nor {part}")
             if other is not None and len(lacking) < len(names):
                 raise ValueError(f"{name} has {part}, and takes none of {', '.join(names)}")
+        if {each is not None for each in (self.per_layer_gate, self.per_layer_out)} != {shape.per_layer > 0}:
+            raise ValueError(
+                f"{name} has per_layer_gate and per_layer_out if the shape has per-layer inputs, and only then"
+            )
         if self.experts is not None and (self.gate is not None or shape.is_parallel):
             raise ValueError(f"{name} has experts, and takes no gate, and cannot be parallel")
         others = (self.side_norm, self.q_gate, self.sinks)
@@ -217,18 +261,30 @@ class LayerWeights:
             if own is not None and any(weight is not None for weight in others):
                 raise ValueError(f"{name} {kind}, and takes none of side_norm, q_gate and sinks")
 
+    def _instead(self, name: str) -> list[tuple[str, Any, tuple[str, ...]]]:
+        """What may take the place of matrices, and those. Raises ``ValueError`` for a layer that lacks another one."""
+        feed_forward = ("experts", self.experts, _FEED_FORWARD)
+        for part, other, names in (("latent", self.latent, ("q", "k", "v")), ("keys_of", self.keys_of, ("k", "v"))):
+            if other is None:
+                continue
+            if lacking := [each for each in _ATTENTION if each not in names and getattr(self, each) is None]:
+                raise ValueError(f"{name} has no {lacking[0]}")
+            return [(part, other, names), feed_forward]
+        return [("recurrent", self.recurrent, _ATTENTION), feed_forward]
+
     def head_norms(self, shape: DecoderShape) -> int:
         """What the norms of queries and keys are for."""
-        norm, heads = (self.k_norm, shape.kv_heads) if self.q_norm is None else (self.q_norm, shape.heads)
-        if norm is None or tuple(norm.shape) == (shape.head_dim,):
+        sizes = self.sizes or shape.layer_sizes
+        norm, heads = (self.k_norm, sizes.kv_heads) if self.q_norm is None else (self.q_norm, shape.heads)
+        if norm is None or tuple(norm.shape) == (sizes.head_dim,):
             return _SHARED
-        return _OWN if tuple(norm.shape) == (heads, shape.head_dim) else _JOINT
+        return _OWN if tuple(norm.shape) == (heads, sizes.head_dim) else _JOINT
 
     def shapes(self, shape: DecoderShape) -> dict[str, tuple[int, ...]]:
         """The shapes of the weights by their names, in the order of the fields; without experts and recurrent parts."""
-        h, i = shape.hidden, shape.intermediate
+        (i, kv_heads, d, _), h = self.sizes or shape.layer_sizes, shape.hidden
         inputs = h if self.side_norm is None else 2 * h
-        q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        q, kv = shape.heads * d, kv_heads * d
         matrices: dict[str, tuple[int, ...]] = {
             "q": (q, inputs),
             "q_gate": (q, inputs),
@@ -238,12 +294,14 @@ class LayerWeights:
             "gate": (i, h),
             "up": (i, h),
             "down": (h, i),
+            "per_layer_gate": (shape.per_layer, h),
+            "per_layer_out": (h, shape.per_layer),
         }
         norms: dict[str, tuple[int, ...]] = dict.fromkeys(_LAYER_NORMS, (h,))
-        d, kind = shape.head_dim, self.head_norms(shape)
-        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+        kind = self.head_norms(shape)
+        for name, heads in (("q_norm", shape.heads), ("k_norm", kv_heads)):
             norms[name] = {_SHARED: (d,), _OWN: (heads, d), _JOINT: (heads * d,)}[kind]
-        norms["sinks"] = (shape.heads,)
+        norms |= {"sinks": (shape.heads,), "v_norm": (d,), "output_scale": (1,)}
         biases = {f"{name}_bias": size[:1] for name, size in matrices.items()}
         found = matrices | biases | norms
         return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}

@@ -37,7 +37,7 @@ cpu::Weights weights(const WeightsAt& at) {
 }
 
 // In the order of the fields of pipespec_kernels.decoder.LayerWeights, without the scales.
-using LayerAt = std::array<WeightsAt, 26>;
+using LayerAt = std::array<WeightsAt, 31>;
 
 cpu::LayerWeights layer(const LayerAt& at) {
   cpu::LayerWeights w;
@@ -66,19 +66,24 @@ cpu::LayerWeights layer(const LayerAt& at) {
                                   &w.post_norm_bias,
                                   &w.sinks,
                                   &w.q_gate,
-                                  &w.q_gate_bias};
+                                  &w.q_gate_bias,
+                                  &w.v_norm,
+                                  &w.per_layer_gate,
+                                  &w.per_layer_out,
+                                  &w.per_layer_norm,
+                                  &w.output_scale};
   for (std::size_t i = 0; i < at.size(); ++i) *fields[i] = weights(at[i]);
   return w;
 }
 
 // In the order of cpu::DecoderShape.
-cpu::DecoderShape shape(const std::array<std::int64_t, 8>& sizes, const std::array<int, 5>& kinds,
-                        const std::array<float, 8>& numbers) {
-  const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim, latent] =
-      sizes;
+cpu::DecoderShape shape(const std::array<std::int64_t, 9>& sizes, const std::array<int, 5>& kinds,
+                        const std::array<float, 11>& numbers) {
+  const auto [hidden, intermediate, heads, kv_heads, head_dim, vocabulary, rotary_dim, latent,
+              per_layer] = sizes;
   const auto [activation, norm, rotates_pairs, norms_rotated, is_parallel] = kinds;
-  const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap] =
-      numbers;
+  const auto [eps, scale, norm_offset, softcap, residual, embedding, logit, logit_softcap,
+              per_layer_scale, per_layer_in_scale, per_layer_sum_scale] = numbers;
   return {hidden,
           intermediate,
           heads,
@@ -99,7 +104,11 @@ cpu::DecoderShape shape(const std::array<std::int64_t, 8>& sizes, const std::arr
           embedding,
           logit,
           logit_softcap,
-          latent};
+          latent,
+          per_layer,
+          per_layer_scale,
+          per_layer_in_scale,
+          per_layer_sum_scale};
 }
 
 // In the order of pipespec_kernels.experts: weights; sizes; the factor of the weights, jitter,
@@ -158,17 +167,19 @@ cpu::LatentWeights latent(const LatentAt& at) {
   return w;
 }
 
-// Of a layer: window, adds_to_norm, rope, head_norms, experts, what is recurrent, latents.
-using LayerKind = std::tuple<std::int64_t, bool, std::int64_t, int, std::optional<ExpertsAt>,
-                             std::optional<RecurrentAt>, std::optional<LatentAt>>;
+// Of a layer: window, adds_to_norm, rope, head_norms, the layer whose keys it reads, sizes, experts,
+// what is recurrent, latents.
+using LayerKind =
+    std::tuple<std::int64_t, bool, std::int64_t, int, std::int64_t, std::array<std::int64_t, 4>,
+               std::optional<ExpertsAt>, std::optional<RecurrentAt>, std::optional<LatentAt>>;
 
-std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
+std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 9>& sizes,
                                    const std::array<int, 5>& kinds,
-                                   const std::array<float, 8>& numbers,
+                                   const std::array<float, 11>& numbers,
                                    const std::vector<LayerAt>& layers,
                                    const std::vector<LayerKind>& rest,
-                                   const std::array<WeightsAt, 5>& ends, std::int64_t room,
-                                   int threads) {
+                                   const std::array<WeightsAt, 8>& ends,
+                                   std::int64_t per_layer_width, std::int64_t room, int threads) {
   std::vector<cpu::LayerWeights> all;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     all.push_back(layer(layers[i]));
@@ -177,8 +188,10 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
     std::optional<ExpertsAt> of_experts;
     std::optional<RecurrentAt> of_recurrent;
     std::optional<LatentAt> of_latent;
-    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, of_experts, of_recurrent, of_latent) =
-        rest.at(i);
+    std::array<std::int64_t, 4> own{};
+    std::tie(w.window, w.adds_to_norm, w.rope, head_norms, w.keys_of, own, of_experts, of_recurrent,
+             of_latent) = rest.at(i);
+    w.sizes = {own[0], own[1], own[2], own[3]};
     if (of_experts) w.experts = experts(*of_experts);
     if (of_recurrent) w.recurrent = recurrent(*of_recurrent);
     if (of_latent) w.latent = latent(*of_latent);
@@ -188,20 +201,24 @@ std::unique_ptr<cpu::Decoder> make(const std::array<std::int64_t, 8>& sizes,
   return std::make_unique<cpu::Decoder>(
       shape(sizes, kinds, numbers), all,
       cpu::EndWeights{weights(ends[0]), weights(ends[1]), weights(ends[2]), weights(ends[3]),
-                      weights(ends[4])},
+                      weights(ends[4]), weights(ends[5]), weights(ends[6]), weights(ends[7]),
+                      per_layer_width},
       room, threads);
 }
 
 // Keys, values, dtype; strides of the keys, then of the values.
-using CacheAt = std::tuple<std::uintptr_t, std::uintptr_t, int, std::array<std::int64_t, 8>>;
+using StoreAt = std::tuple<std::uintptr_t, std::uintptr_t, int, std::array<std::int64_t, 8>>;
+using StoresAt = std::vector<StoreAt>;
 
-cpu::KeysValues cache(const CacheAt& at) {
-  const auto& [keys, values, dtype, strides] = at;
-  return {reinterpret_cast<void*>(keys),
-          reinterpret_cast<void*>(values),
-          cpu::DType(dtype),
-          {strides[0], strides[1], strides[2], strides[3]},
-          {strides[4], strides[5], strides[6], strides[7]}};
+cpu::Stores stores(const StoresAt& at) {
+  cpu::Stores found;
+  for (const auto& [keys, values, dtype, strides] : at)
+    found.push_back({reinterpret_cast<void*>(keys),
+                     reinterpret_cast<void*>(values),
+                     cpu::DType(dtype),
+                     {strides[0], strides[1], strides[2], strides[3]},
+                     {strides[4], strides[5], strides[6], strides[7]}});
+  return found;
 }
 
 // Tokens, bytes of one, strides.
@@ -279,13 +296,15 @@ void bind_decoder(py::module_& m) {
           WithoutGil())
       .def(
           "run_layers",
-          [](const Decoder& d, std::uintptr_t hidden, std::uintptr_t side, const CacheAt& at,
-             const ColumnsAt& fed, std::int64_t begin, std::int64_t end, const TapsAt& tapped,
-             int threads, const StatesAt& held) {
+          [](const Decoder& d, std::uintptr_t hidden, std::uintptr_t side,
+             const std::optional<TokensAt>& ids, const StoresAt& at, const ColumnsAt& fed,
+             std::int64_t begin, std::int64_t end, const TapsAt& tapped, int threads,
+             const StatesAt& held) {
             const std::optional<cpu::States> of_rows = states(held);
+            const cpu::Tokens read = ids ? tokens(*ids) : cpu::Tokens{};
             d.run_layers(reinterpret_cast<float*>(hidden), reinterpret_cast<const float*>(side),
-                         cache(at), columns(fed), begin, end, threads, taps(tapped),
-                         of_rows ? &*of_rows : nullptr);
+                         ids ? &read : nullptr, stores(at), columns(fed), begin, end, threads,
+                         taps(tapped), of_rows ? &*of_rows : nullptr);
           },
           WithoutGil())
       .def(
@@ -298,11 +317,11 @@ void bind_decoder(py::module_& m) {
           WithoutGil())
       .def(
           "step",
-          [](const Decoder& d, const TokensAt& ids, const CacheAt& at, const ColumnsAt& fed,
+          [](const Decoder& d, const TokensAt& ids, const StoresAt& at, const ColumnsAt& fed,
              std::int64_t keep, std::uintptr_t out, int dtype, const TapsAt& tapped, int threads,
              const StatesAt& held) {
             const std::optional<cpu::States> of_rows = states(held);
-            d.step(tokens(ids), cache(at), columns(fed), keep, reinterpret_cast<void*>(out),
+            d.step(tokens(ids), stores(at), columns(fed), keep, reinterpret_cast<void*>(out),
                    cpu::DType(dtype), threads, taps(tapped), of_rows ? &*of_rows : nullptr);
           },
           WithoutGil());

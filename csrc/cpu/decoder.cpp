@@ -53,6 +53,7 @@ Scratch& scratch() {
 struct Workspace {
   Buffer hidden, joined, qkv, attended, partials, activated, added, rounded[2];
   Buffer queries, absorbed, values;  // of latent attention
+  Buffer inputs;                     // of each layer, beside the hidden states
 };
 
 Workspace& workspace() {
@@ -81,6 +82,17 @@ void rotate_neighbours(float* x, const float* cos, const float* sin, int64_t dim
   }
 }
 
+// to[0 .. count) = scale * the first elements of row `id` of a matrix with rows of `width`.
+void read_row(const Weights& w, int64_t id, int64_t width, int64_t count, float scale, float* to) {
+  if (!w.format) {
+    for (int64_t i = 0; i < count; ++i) to[i] = scale * value(w, id * width + i);
+    return;
+  }
+  const FormatTraits& f = traits(*w.format);
+  f.row_values(static_cast<const unsigned char*>(w.data) + id * f.row_bytes(width), count, to);
+  for (int64_t i = 0; i < count; ++i) to[i] *= scale;
+}
+
 void store(void* to, DType dtype, int64_t at, const float* from, int64_t count) {
   if (dtype == DType::kFloat32) {
     std::memcpy(static_cast<float*>(to) + at, from, size_t(count) * 4);
@@ -104,11 +116,12 @@ struct Decoder::Job {
     kAttendSpans,
     kMergeSpans,
     kFinishAttend,
-    kOut,
+    kAddProduct,
     kGateUp,
-    kDown,
     kAdd,
     kGate,
+    kInputs,
+    kInputGate,
     kLogits,
     kCall
   };
@@ -131,6 +144,7 @@ struct Decoder::Job {
     int64_t rows() const { return end - begin; }
   };
 
+  const Decoder& decoder;
   const DecoderShape& shape;
   const PackedWeights& packed;
   const int threads;
@@ -141,7 +155,9 @@ struct Decoder::Job {
   float* hidden = nullptr;
   const float* side = nullptr;
   const Taps* taps = nullptr;
-  const KeysValues* cache = nullptr;
+  const Tokens* tokens = nullptr;  // of per-layer inputs
+  const Stores* stores = nullptr;
+  const KeysValues* cache = nullptr;  // of the present layer
   const Columns* columns = nullptr;
   const States* states = nullptr;
   void* out = nullptr;
@@ -153,6 +169,9 @@ struct Decoder::Job {
   float *queries = nullptr, *absorbed = nullptr;  // of latent attention
   float* added = nullptr;                         // [part, H], what a norm behind a product reads
   const Norm* behind = nullptr;
+  const Matrix* adding = nullptr;
+  Part read{};              // of the hidden states: those with per-layer inputs
+  float* inputs = nullptr;  // [read, panels of the inputs of all layers]
   int64_t spans = 0;  // of the longest row
 
   // Of the present round.
@@ -165,8 +184,8 @@ struct Decoder::Job {
   RoundedInputs rounded_inputs[2];
   Pieces pieces;
 
-  Job(const Decoder& decoder, int threads_)
-      : shape(decoder.shape_), packed(*decoder.packed_), threads(threads_) {}
+  Job(const Decoder& of, int threads_)
+      : decoder(of), shape(of.shape_), packed(*of.packed_), threads(threads_) {}
 
   static void work(void* context, int64_t unit) {
     Job& job = *static_cast<Job*>(context);
@@ -243,11 +262,11 @@ struct Decoder::Job {
       case Phase::kNormHeads:
         return norm_heads(i);
       case Phase::kFinish:
-        return finish(i / shape.kv_heads, i % shape.kv_heads);
+        return finish(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads);
       case Phase::kAttend: {
         const int64_t pieces = whole(kept.columns, attend_columns());
         const int64_t begin = i % pieces * attend_columns(), head = i / pieces;
-        return attend(head / shape.kv_heads, head % shape.kv_heads, begin,
+        return attend(head / layer->sizes.kv_heads, head % layer->sizes.kv_heads, begin,
                       std::min(begin + attend_columns(), kept.columns));
       }
       case Phase::kAttendSpans:
@@ -255,18 +274,20 @@ struct Decoder::Job {
       case Phase::kMergeSpans:
         return attend_kernels().merge_spans(whole_task(i));
       case Phase::kFinishAttend:
-        finish(i / shape.kv_heads, i % shape.kv_heads);
-        return attend(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
-      case Phase::kOut:
-        return add_product(layer->recurrent.is_used() ? layer->recurrent.out : layer->o, i);
+        finish(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads);
+        return attend(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
+      case Phase::kAddProduct:
+        return add_product(*adding, i);
       case Phase::kGateUp:
-        return gate_up(i);
-      case Phase::kDown:
-        return add_product(layer->down, i);
+        return activate(layer->gate_up, layer->is_gated, activated_width(), i);
       case Phase::kAdd:
         return add_normed(i);
       case Phase::kGate:
         return gate_attended(i);
+      case Phase::kInputs:
+        return project_inputs(i);
+      case Phase::kInputGate:
+        return gate_inputs(i);
       case Phase::kLogits:
         return head_product(i);
       case Phase::kCall:
@@ -280,9 +301,9 @@ struct Decoder::Job {
   }
   int64_t qkv_width() const { return projection().panels() * kPanel; }
   int64_t attended_width() const {
-    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * shape.head_dim;
+    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * layer->sizes.head_dim;
   }
-  int64_t activated_width() const { return rounded(shape.intermediate, kPanel); }
+  int64_t activated_width() const { return rounded(layer->sizes.intermediate, kPanel); }
 
   Piece piece(const Matrix& matrix, int64_t i) const {
     const int64_t begin = i / pieces.chunks * pieces.tile_rows;
@@ -347,7 +368,7 @@ struct Decoder::Job {
     product(layer->qkv, panel, panels, 0, all.count(), qkv + panel * kPanel, qkv_width());
   }
 
-  int64_t group() const { return shape.heads / shape.kv_heads; }
+  int64_t group() const { return shape.heads / layer->sizes.kv_heads; }
   float* projected(int64_t row, int64_t column, int64_t head) const {
     return qkv + (row * all.columns + column) * qkv_width() +
            head * layer->qkv.group_panels * kPanel;
@@ -356,36 +377,37 @@ struct Decoder::Job {
     return layer->store * strides[0] + row * strides[1] + head * strides[2];
   }
 
-  int64_t key_at() const { return rounded(group() * shape.head_dim, kPanel); }
+  int64_t key_at() const { return rounded(group() * layer->sizes.head_dim, kPanel); }
 
   // The norms over all heads of the queries, and of the keys, of column m of all rows.
   void norm_heads(int64_t m) const {
     const auto over_all = [&](const Norm& norm, int64_t at, int64_t size) {
       if (norm.weight.empty()) return;
-      float* const x = scratch().products.floats(size * shape.kv_heads);
+      float* const x = scratch().products.floats(size * layer->sizes.kv_heads);
       const auto part = [&](int64_t head) {
         return projected(m / all.columns, m % all.columns, head) + at;
       };
-      for (int64_t head = 0; head < shape.kv_heads; ++head)
+      for (int64_t head = 0; head < layer->sizes.kv_heads; ++head)
         std::copy_n(part(head), size, x + head * size);
-      normalize(norm.weight.data(), nullptr, x, size * shape.kv_heads, x);
-      for (int64_t head = 0; head < shape.kv_heads; ++head)
+      normalize(norm.weight.data(), nullptr, x, size * layer->sizes.kv_heads, x);
+      for (int64_t head = 0; head < layer->sizes.kv_heads; ++head)
         std::copy_n(x + head * size, size, part(head));
     };
-    over_all(layer->q_norm, 0, group() * shape.head_dim);
-    over_all(layer->k_norm, key_at(), shape.head_dim);
+    over_all(layer->q_norm, 0, group() * layer->sizes.head_dim);
+    over_all(layer->k_norm, key_at(), layer->sizes.head_dim);
   }
 
   // x, rotated by the angles of a position, where the layer rotates.
   void rotate_at(float* x, int64_t position) const {
     if (layer->rope < 0) return;
-    const int64_t r = shape.rotary_dim, at = (layer->rope * columns->positions + position) * r;
+    const int64_t r = layer->sizes.rotary_dim,
+                  at = (layer->rope * columns->positions + position) * shape.rotary_dim;
     (shape.rotates_pairs ? rotate_neighbours : rotate)(x, columns->cos + at, columns->sin + at, r);
   }
 
   // The norm of one head, number `head` of its kind, and its rotation at a position.
   void norm_and_rotate(float* x, const Norm& norm, int64_t head, int64_t position) const {
-    const int64_t d = shape.head_dim;
+    const int64_t d = layer->sizes.head_dim;
     const bool has_norm = !norm.weight.empty() && layer->head_norms != HeadNorms::kJoint;
     const auto normalize_head = [&] {
       const int64_t at = layer->head_norms == HeadNorms::kOwn ? head * d : 0;
@@ -400,12 +422,12 @@ struct Decoder::Job {
     norm_and_rotate(x, layer->q_norm, head, position);
     if (columns->query_factors == nullptr) return;
     const float factor = columns->query_factors[position];
-    for (int64_t i = 0; i < shape.head_dim; ++i) x[i] *= factor;
+    for (int64_t i = 0; i < layer->sizes.head_dim; ++i) x[i] *= factor;
   }
 
   // Norms of queries and keys, rotation, and the keys and values into the cache.
   void finish(int64_t row, int64_t head) const {
-    const int64_t d = shape.head_dim, value_at = key_at() + rounded(d, kPanel);
+    const int64_t d = layer->sizes.head_dim, value_at = key_at() + rounded(d, kPanel);
     for (int64_t j = 0; j < all.columns; ++j) {
       const int64_t position = columns->lengths[row] + all.first + j;
       float* const queries = projected(row, j, head);
@@ -414,7 +436,12 @@ struct Decoder::Job {
       if (all.first + j >= kept.first)
         for (int64_t g = 0; g < group(); ++g)
           finish_query(queries + g * d, head * group() + g, position);
+      if (!layer->stores_keys) continue;
       norm_and_rotate(key, layer->k_norm, head, position);
+      if (!layer->v_norm.weight.empty()) {
+        float* const values = queries + value_at;
+        normalize(layer->v_norm.weight.data(), nullptr, values, d, values);
+      }
       store(cache->keys, cache->dtype,
             place(cache->key_strides, row, head) + position * cache->key_strides[3], key, d);
       store(cache->values, cache->dtype,
@@ -448,13 +475,13 @@ struct Decoder::Job {
     task.window = layer->window;
     task.columns = end - begin;
     task.group = group();
-    task.head_dim = shape.head_dim;
+    task.head_dim = layer->sizes.head_dim;
     task.scale = shape.scale;
     task.softcap = shape.softcap;
     if (!layer->sinks.empty()) task.sinks = layer->sinks.data() + head * group();
-    task.out = attended + (row * kept.columns + begin) * width + head * group() * shape.head_dim;
+    task.out = attended + (row * kept.columns + begin) * width + head * group() * layer->sizes.head_dim;
     task.out_stride = width;
-    task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(shape.head_dim));
+    task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(layer->sizes.head_dim));
     task.partials = nullptr;
     task.spans = 0;
     return task;
@@ -466,13 +493,13 @@ struct Decoder::Job {
 
   // All columns of head number i of all rows, in spans.
   AttendTask whole_task(int64_t i) const {
-    AttendTask task = attend_task(i / shape.kv_heads, i % shape.kv_heads, 0, kept.columns);
+    AttendTask task = attend_task(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
     task.partials = partials + i * partial_floats();
     task.spans = spans;
     return task;
   }
   int64_t partial_floats() const {
-    return kept.columns * group() * spans * attend_kernels().partial_floats(shape.head_dim);
+    return kept.columns * group() * spans * attend_kernels().partial_floats(layer->sizes.head_dim);
   }
 
   // hidden += x * matrix, or the product as it is where a norm stands behind it.
@@ -502,23 +529,95 @@ struct Decoder::Job {
   }
 
   // hidden += the norm `behind_` of x * matrix, of the kept columns.
-  void run_added(Phase next, const Matrix& m, const float* x, int64_t stride, const Norm& behind_) {
-    behind = &behind_;
+  void run_added(const Matrix& m, const float* x, int64_t stride, const Norm& behind_) {
+    behind = &behind_, adding = &m;
     added = workspace().added.floats(behind->weight.empty() ? 0 : kept.count() * shape.hidden);
-    run(next, kept, m, {nullptr, x, stride});
+    run(Phase::kAddProduct, kept, m, {nullptr, x, stride});
     if (behind->weight.empty()) return;
     run_rows(Phase::kAdd, kept.count(), shape.hidden);
   }
 
-  void gate_up(int64_t i) const {
-    const Piece p = piece(layer->gate_up, i);
-    const int64_t width = p.panels * kPanel, matrices = layer->is_gated ? 2 : 1;
+  // activated[part, to_width] of a product with a matrix.
+  void activate(const Matrix& m, bool is_gated, int64_t to_width, int64_t i) const {
+    const Piece p = piece(m, i);
+    const int64_t width = p.panels * kPanel, matrices = is_gated ? 2 : 1;
     float* const products = scratch().products.floats(p.rows() * width);
-    product(layer->gate_up, p.panel, p.panels, p.begin, p.rows(), products, width);
+    product(m, p.panel, p.panels, p.begin, p.rows(), products, width);
     for (int64_t r = 0; r < p.rows(); ++r)
-      kernels.activate(shape.activation, products + r * width, layer->is_gated, p.panels / matrices,
-                       activated + (p.begin + r) * activated_width() + p.panel / matrices * kPanel);
+      kernels.activate(shape.activation, products + r * width, is_gated, p.panels / matrices,
+                       activated + (p.begin + r) * to_width + p.panel / matrices * kPanel);
   }
+
+  // ---- per-layer inputs
+
+  int64_t per_layer_width() const { return rounded(shape.per_layer, kPanel); }
+  int64_t inputs_width() const { return packed.per_layer_in.panels() * kPanel; }
+
+  void project_inputs(int64_t i) const {
+    const Piece p = piece(packed.per_layer_in, i);
+    product(packed.per_layer_in, p.panel, p.panels, p.begin, p.rows(),
+            inputs + p.begin * inputs_width() + p.panel * kPanel, inputs_width());
+  }
+
+  // Of row m: norms of what the embedding gives, and the sums with the inputs' own embeddings.
+  void finish_inputs(int64_t m, int64_t layers) const {
+    const int64_t n = shape.per_layer;
+    float* const own = scratch().products.floats(layers * n);
+    decoder.embed_per_layer(tokens->at(m / read.columns, read.first + m % read.columns), layers * n,
+                            own);
+    for (int64_t l = 0; l < layers; ++l) {
+      float* const x = inputs + m * inputs_width() + l * per_layer_width();
+      for (int64_t k = 0; k < n; ++k) x[k] *= shape.per_layer_in_scale;
+      normalize(packed.per_layer_in_norm.weight.data(), nullptr, x, n, x);
+      for (int64_t k = 0; k < n; ++k) x[k] = (x[k] + own[l * n + k]) * shape.per_layer_sum_scale;
+    }
+  }
+
+  // The inputs of all layers, from the embeddings.
+  void read_inputs() {
+    static const Norm none;
+    read = all;
+    inputs = workspace().inputs.floats(all.count() * inputs_width());
+    run(Phase::kInputs, all, packed.per_layer_in, {&none, nullptr, 0});
+    const int64_t layers = int64_t(packed.layers.size());
+    const std::function<void(int64_t)> finish_work = [this, layers](int64_t m) {
+      finish_inputs(m, layers);
+    };
+    call = &finish_work;
+    run_rows(Phase::kCall, all.count(), inputs_width());
+  }
+
+  void gate_inputs(int64_t i) const {
+    const Piece p = piece(layer->per_layer_gate, i);
+    const int64_t width = per_layer_width(), first = p.panel * kPanel;
+    activate(layer->per_layer_gate, false, width, i);
+    const int64_t of_layer = (layer - packed.layers.data()) * width;
+    for (int64_t m = p.begin; m < p.end; ++m) {
+      const int64_t column = m % kept.columns + kept.first - read.first;
+      const float* const own =
+          inputs + (m / kept.columns * read.columns + column) * inputs_width() + of_layer;
+      for (int64_t k = first; k < first + p.panels * kPanel; ++k) activated[m * width + k] *= own[k];
+    }
+  }
+
+  // hidden += what the layer makes of its inputs; then the factor of its output.
+  void add_inputs() {
+    static const Norm none;
+    const int64_t h = shape.hidden, width = per_layer_width();
+    if (width > 0) {
+      run(Phase::kInputGate, kept, layer->per_layer_gate, {&none, nullptr, 0});
+      run_added(layer->per_layer_out, activated, width, layer->per_layer_norm);
+    }
+    if (layer->output_scale == 1.0f) return;
+    const std::function<void(int64_t)> scale_work = [this, h](int64_t m) {
+      float* const x = hidden + kept.at(m) * h;
+      for (int64_t k = 0; k < h; ++k) x[k] *= layer->output_scale;
+    };
+    call = &scale_work;
+    run_rows(Phase::kCall, kept.count(), h);
+  }
+
+  // ---- the layers
 
   void head_product(int64_t i) const {
     const Piece p = piece(packed.head, i);
@@ -537,16 +636,26 @@ struct Decoder::Job {
   void run_layers(int64_t begin, int64_t end) {
     Workspace& w = workspace();
     const Part wanted = kept;
-    const int64_t rows = all.count();
-    const bool taps_end = std::count(taps->layers.begin(), taps->layers.end(), end) > 0;
+    // Behind this layer only the wanted columns are read.
+    int64_t last = begin;
+    for (int64_t l = begin; l < end; ++l) {
+      const Layer& of = packed.layers[size_t(l)];
+      if (of.stores_keys || of.recurrent.is_used()) last = l;
+    }
+    for (int64_t tapped : taps->layers) last = std::max(last, tapped);
     tap(begin);
+    if (shape.per_layer > 0) read_inputs();
     for (int64_t l = begin; l < end; ++l) {
       layer = &packed.layers[size_t(l)];
-      // After the last layer only the wanted columns are read.
-      kept = l + 1 == end && !taps_end ? wanted : all;
+      kept = l >= last ? wanted : all;
+      // What stores nothing computes no other columns.
+      if (!layer->stores_keys && !layer->recurrent.is_used()) all = kept;
+      const int64_t rows = all.count();
+      if (rows == 0) break;
+      if (!layer->recurrent.is_used()) cache = &(*stores)[size_t(layer->store_kind)];
       qkv = w.qkv.floats(rows * qkv_width());
       attended = w.attended.floats(rows * attended_width());
-      activated = w.activated.floats(rows * activated_width());
+      activated = w.activated.floats(rows * std::max(activated_width(), per_layer_width()));
       if (layer->recurrent.is_used())
         recurrence();
       else if (layer->latent.is_used())
@@ -559,15 +668,16 @@ struct Decoder::Job {
       if (shape.is_parallel) run_gate_up();
       const Matrix& o = layer->recurrent.is_used() ? layer->recurrent.out : layer->o;
       if (layer->latent.is_used())
-        run_added(Phase::kOut, o, values_of_latents(), layer->latent.outputs(), layer->o_norm);
+        run_added(o, values_of_latents(), layer->latent.outputs(), layer->o_norm);
       else
-        run_added(Phase::kOut, o, attended, attended_width(), layer->o_norm);
+        run_added(o, attended, attended_width(), layer->o_norm);
       if (layer->experts.is_used()) {
         run_experts();
       } else {
         if (!shape.is_parallel) run_gate_up();
-        run_added(Phase::kDown, layer->down, activated, activated_width(), layer->down_norm);
+        run_added(layer->down, activated, activated_width(), layer->down_norm);
       }
+      add_inputs();
       tap(l + 1);
     }
     kept = wanted;
@@ -595,10 +705,10 @@ struct Decoder::Job {
 
   // Factors of row m of what the attention gives.
   void gate_attended(int64_t m) const {
-    const int64_t size = group() * shape.head_dim;
-    const int64_t at = key_at() + 2 * rounded(shape.head_dim, kPanel);
+    const int64_t size = group() * layer->sizes.head_dim;
+    const int64_t at = key_at() + 2 * rounded(layer->sizes.head_dim, kPanel);
     const int64_t column = m % kept.columns + kept.first - all.first;
-    for (int64_t head = 0; head < shape.kv_heads; ++head)
+    for (int64_t head = 0; head < layer->sizes.kv_heads; ++head)
       cpu::kernels().recurrent.gate(projected(m / kept.columns, column, head) + at, size, false,
                                     attended + m * attended_width() + head * size);
   }
@@ -647,17 +757,17 @@ struct Decoder::Job {
   }
 
   void attention() {
-    const int64_t heads = all.rows * shape.kv_heads;
+    const int64_t heads = all.rows * layer->sizes.kv_heads;
     const Matrix& m = layer->qkv;
     const Source inputs = layer->side_norm.weight.empty()
                               ? Source{&layer->input_norm, nullptr, 0}
                               : Source{nullptr, joined(), 2 * shape.hidden};
     const bool is_joint = layer->head_norms == HeadNorms::kJoint;
-    if (all.count() <= kNarrow && shape.kv_heads % threads == 0 && !is_joint) {
+    if (all.count() <= kNarrow && layer->sizes.kv_heads % threads == 0 && !is_joint) {
       round_inputs(all, m, inputs);
       part = all;
       source = inputs;
-      return run(Phase::kHead, shape.kv_heads);
+      return run(Phase::kHead, layer->sizes.kv_heads);
     }
     run(Phase::kProject, all, m, inputs);
     if (is_joint) run_rows(Phase::kNormHeads, all.count(), qkv_width());
@@ -671,7 +781,7 @@ struct Decoder::Job {
 
   // The attention of queries whose keys and values are in the cache.
   void attend_finished() {
-    const int64_t heads = all.rows * shape.kv_heads;
+    const int64_t heads = all.rows * layer->sizes.kv_heads;
     if (all.count() > kNarrow)
       return run(Phase::kAttend, heads * whole(kept.columns, attend_columns()));
     if (kept.columns == 0) return;
@@ -717,9 +827,9 @@ struct Decoder::Job {
     const LatentLayer& l = layer->latent;
     const int64_t size = l.plain + shape.rotary_dim;
     multiply_head(l.keys[size_t(head)], queries + head * size, queries_stride(), all.count(),
-                  l.rank, absorbed + head * shape.head_dim, attended_width());
+                  l.rank, absorbed + head * layer->sizes.head_dim, attended_width());
     for (int64_t m = 0; m < all.count(); ++m) {
-      float* const to = absorbed + m * attended_width() + head * shape.head_dim + l.rank;
+      float* const to = absorbed + m * attended_width() + head * layer->sizes.head_dim + l.rank;
       std::copy_n(queries + m * queries_stride() + head * size + l.plain, shape.rotary_dim, to);
       rotate_at(to, columns->lengths[m / all.columns] + all.first + m % all.columns);
     }
@@ -766,7 +876,7 @@ struct Decoder::Job {
     const LatentLayer& l = layer->latent;
     float* const values = workspace().values.floats(kept.count() * l.outputs());
     const std::function<void(int64_t)> work = [&](int64_t head) {
-      multiply_head(l.values[size_t(head)], attended + head * shape.head_dim, attended_width(),
+      multiply_head(l.values[size_t(head)], attended + head * layer->sizes.head_dim, attended_width(),
                     kept.count(), l.value_dim, values + head * l.value_dim, l.outputs());
     };
     call = &work;
@@ -779,6 +889,8 @@ Decoder::Decoder(const DecoderShape& shape, const std::vector<LayerWeights>& lay
                  const EndWeights& ends, int64_t room, int threads)
     : shape_(shape),
       embedding_(ends.embedding),
+      per_layer_embedding_(ends.per_layer_embedding),
+      per_layer_width_(ends.per_layer_width),
       embeds_from_head_(ends.embedding.format && ends.embedding.data == ends.head.data),
       packed_(std::make_unique<PackedWeights>(shape, layers, ends, room, threads)) {}
 
@@ -788,8 +900,7 @@ int64_t Decoder::bytes() const { return packed_->bytes; }
 
 int Decoder::weight_bits() const { return packed_->weight_bits; }
 
-void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const {
-  // All of them before anything is written.
+void Decoder::check(const Tokens& tokens, int64_t rows, int64_t columns) const {
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t j = 0; j < columns; ++j) {
       const int64_t id = tokens.at(r, j);
@@ -799,6 +910,10 @@ void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* 
                                     std::to_string(shape_.vocabulary) + " entries");
     }
   }
+}
+
+void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const {
+  check(tokens, rows, columns);  // before anything is written
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t j = 0; j < columns; ++j, hidden += shape_.hidden)
       embed_one(tokens.at(r, j), hidden);
@@ -806,18 +921,18 @@ void Decoder::embed(const Tokens& tokens, int64_t rows, int64_t columns, float* 
 
 void Decoder::embed_one(int64_t id, float* to) const {
   const int64_t h = shape_.hidden;
-  if (!embedding_.format) {
-    for (int64_t i = 0; i < h; ++i) to[i] = shape_.embedding_scale * value(embedding_, id * h + i);
-    return;
-  }
-  const FormatTraits& f = traits(*embedding_.format);
   if (embeds_from_head_) {
     const Run& run = packed_->head.runs[0];
-    f.lane_values(run.data + id / kPanel * run.panel_bytes, h, int(id % kPanel), to);
+    traits(*embedding_.format)
+        .lane_values(run.data + id / kPanel * run.panel_bytes, h, int(id % kPanel), to);
+    for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
   } else {
-    f.row_values(static_cast<const unsigned char*>(embedding_.data) + id * f.row_bytes(h), h, to);
+    read_row(embedding_, id, h, h, shape_.embedding_scale, to);
   }
-  for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
+}
+
+void Decoder::embed_per_layer(int64_t id, int64_t count, float* to) const {
+  read_row(per_layer_embedding_, id, per_layer_width_, count, shape_.per_layer_scale, to);
 }
 
 void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
@@ -835,15 +950,17 @@ void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t
   }
 }
 
-void Decoder::run_layers(float* hidden, const float* side, const KeysValues& cache,
-                         const Columns& columns, int64_t begin, int64_t end, int threads,
-                         const Taps& taps, const States* states) const {
+void Decoder::run_layers(float* hidden, const float* side, const Tokens* tokens,
+                         const Stores& stores, const Columns& columns, int64_t begin, int64_t end,
+                         int threads, const Taps& taps, const States* states) const {
   if (columns.rows * columns.columns == 0) return;
+  if (tokens != nullptr) check(*tokens, columns.rows, columns.columns);
   Job job(*this, threads);
   job.hidden = hidden;
   job.side = side;
+  job.tokens = tokens;
   job.taps = &taps;
-  job.cache = &cache;
+  job.stores = &stores;
   job.columns = &columns;
   job.states = states;
   run_pieces(job, columns, columns.columns, begin, end, false);
@@ -863,7 +980,7 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 
-void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns& columns,
+void Decoder::step(const Tokens& tokens, const Stores& stores, const Columns& columns,
                    int64_t keep, void* out, DType dtype, int threads, const Taps& taps,
                    const States* states) const {
   const int64_t count = columns.rows * columns.columns;
@@ -872,8 +989,9 @@ void Decoder::step(const Tokens& tokens, const KeysValues& cache, const Columns&
   embed(tokens, columns.rows, columns.columns, hidden);
   Job job(*this, threads);
   job.hidden = hidden;
+  job.tokens = &tokens;
   job.taps = &taps;
-  job.cache = &cache;
+  job.stores = &stores;
   job.columns = &columns;
   job.states = states;
   job.out = out;

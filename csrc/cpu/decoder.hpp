@@ -44,6 +44,16 @@ struct DecoderShape {
   // The first elements of a key, which are its value, too, with the rotated part behind them; 0:
   // keys and values differ.
   int64_t latent = 0;
+  int64_t per_layer = 0;  // inputs of each layer beside the hidden state; 0: none
+  // Factors of these inputs: of their embeddings, of what the embedding of the token gives, of the
+  // sum of both.
+  float per_layer_scale = 1.0f, per_layer_in_scale = 1.0f, per_layer_sum_scale = 1.0f;
+};
+
+// Of one layer; those of the decoder's shape where it says no others. Of a shape, rotary_dim is the
+// largest of all layers.
+struct LayerSizes {
+  int64_t intermediate, kv_heads, head_dim, rotary_dim;
 };
 
 // Contiguous, float32 or bfloat16; null data: there is none. With a format the data of a matrix are
@@ -111,7 +121,8 @@ enum class HeadNorms : int { kShared = 0, kOwn = 1, kJoint = 2 };
 // activation is that of `up`. Norms stand in front of the attention (input_norm), behind it
 // (o_norm), in front of the feed-forward (post_norm; in a parallel layer without it, input_norm)
 // and behind that (down_norm). With a `side_norm`, q, k and v read 2 * H inputs: side inputs and
-// hidden state, each normalised.
+// hidden state, each normalised. Per-layer inputs are factors of what the hidden state gives by
+// per_layer_gate and the activation, and per_layer_norm is behind their product with per_layer_out.
 struct LayerWeights {
   Weights input_norm, q, k, v, o, post_norm, gate, up, down;
   Weights q_bias, k_bias, v_bias, o_bias, gate_bias, up_bias, down_bias;
@@ -119,10 +130,15 @@ struct LayerWeights {
   Weights o_norm, down_norm, input_norm_bias, post_norm_bias;
   Weights sinks;                // [heads], see AttendTask
   Weights q_gate, q_gate_bias;  // like q: sigmoids of their products are factors of the attention
+  Weights v_norm;               // [head_dim], of the values of a head
+  Weights per_layer_gate, per_layer_out, per_layer_norm;  // [P, H], [H, P], [H]
+  Weights output_scale;                                   // [1], a factor of the layer's output
   int64_t window = 0;           // last positions that a column sees, its own included; 0: all
   bool adds_to_norm = false;    // the residual of a layer with side inputs is the normalised state
   int64_t rope = 0;             // which of the rotations of Columns; -1: none
   HeadNorms head_norms = HeadNorms::kShared;
+  int64_t keys_of = -1;  // the layer whose keys and values it reads; -1: its own
+  std::optional<LayerSizes> sizes = {};
   ExpertWeights experts = {};
   RecurrentWeights recurrent = {};
   LatentWeights latent = {};
@@ -131,11 +147,15 @@ struct LayerWeights {
 struct EndWeights {
   Weights embedding;  // blocks that are those of the head are read there
   Weights norm, head, head_bias, norm_bias;
+  // Of per-layer inputs: [V, per_layer_width], [layers * P, H], [P]. The first ones are of this
+  // decoder's layers.
+  Weights per_layer_embedding, per_layer_in, per_layer_in_norm;
+  int64_t per_layer_width = 0;
 };
 
-// Keys and values of all layers with attention; strides in elements of layer, row, head and
-// position. The elements of a head are contiguous. With a latent, `keys` are latents, and the
-// rotated parts of the same positions, `values`, lie right behind them.
+// Keys and values of all layers that store some of one size; strides in elements of layer, row,
+// head and position. The elements of a head are contiguous. With a latent, `keys` are latents, and
+// the rotated parts of the same positions, `values`, lie right behind them.
 struct KeysValues {
   void* keys;
   void* values;
@@ -178,6 +198,9 @@ struct Taps {
 
 struct PackedWeights;
 
+// One for each size, in the order of their first layers.
+using Stores = std::vector<KeysValues>;
+
 class Decoder {
  public:
   // `room`: bytes that 16-bit copies of float32 matrices may take.
@@ -191,27 +214,34 @@ class Decoder {
   // hidden[count, H] of tokens. Throws std::invalid_argument for an id outside of the vocabulary.
   void embed(const Tokens& tokens, int64_t rows, int64_t columns, float* hidden) const;
   // hidden[rows, columns, H] through layers begin .. end - 1, in place. side[rows, columns, H]:
-  // what layers with a side_norm read, too.
-  void run_layers(float* hidden, const float* side, const KeysValues& cache, const Columns& columns,
-                  int64_t begin, int64_t end, int threads, const Taps& taps = {},
-                  const States* states = nullptr) const;
+  // what layers with a side_norm read, too. With per-layer inputs, of which `tokens` are a part,
+  // they begin with layer 0.
+  void run_layers(float* hidden, const float* side, const Tokens* tokens, const Stores& stores,
+                  const Columns& columns, int64_t begin, int64_t end, int threads,
+                  const Taps& taps = {}, const States* states = nullptr) const;
   // logits[count, V] of hidden[count, H].
   void logits(const float* hidden, int64_t count, void* out, DType dtype, int threads) const;
   // All of these: logits[rows, keep, V] of the last `keep` columns.
-  void step(const Tokens& tokens, const KeysValues& cache, const Columns& columns, int64_t keep,
+  void step(const Tokens& tokens, const Stores& stores, const Columns& columns, int64_t keep,
             void* out, DType dtype, int threads, const Taps& taps = {},
             const States* states = nullptr) const;
 
  private:
   struct Job;
 
+  // Throws as embed().
+  void check(const Tokens& tokens, int64_t rows, int64_t columns) const;
   void embed_one(int64_t id, float* to) const;
+  // The first `count` per-layer inputs of a token's own.
+  void embed_per_layer(int64_t id, int64_t count, float* to) const;
   // Layers and, with a head, the logits of the last `keep` columns, some columns at a time.
   void run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
                   bool has_head) const;
 
   DecoderShape shape_;
   Weights embedding_;
+  Weights per_layer_embedding_;
+  int64_t per_layer_width_;
   bool embeds_from_head_;
   std::unique_ptr<PackedWeights> packed_;
 };

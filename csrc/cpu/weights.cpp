@@ -184,6 +184,11 @@ class Layout {
   std::vector<int64_t> offsets_;
 };
 
+LayerSizes sizes_of(const LayerWeights& layer, const DecoderShape& s) {
+  return layer.sizes ? *layer.sizes
+                     : LayerSizes{s.intermediate, s.kv_heads, s.head_dim, s.rotary_dim};
+}
+
 // What queries, keys and values read.
 int64_t inputs_of(const LayerWeights& layer, const DecoderShape& s) {
   return s.hidden * (layer.side_norm.data == nullptr ? 1 : 2);
@@ -196,9 +201,14 @@ std::vector<WeightSpan> matrices_of(const DecoderShape& s, const std::vector<Lay
   const auto add = [&found](const Weights& w, int64_t rows, int64_t inputs) {
     found.push_back({w, (w.order == nullptr ? rows : w.stored) * inputs});
   };
-  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim, h = s.hidden;
+  const int64_t h = s.hidden;
   add(ends.head, s.vocabulary, h);
+  add(ends.per_layer_in, int64_t(layers.size()) * s.per_layer, h);
   for (const LayerWeights& l : layers) {
+    const LayerSizes own = sizes_of(l, s);
+    const int64_t q_size = s.heads * own.head_dim, kv_size = own.kv_heads * own.head_dim;
+    add(l.per_layer_gate, s.per_layer, h);
+    add(l.per_layer_out, h, s.per_layer);
     for (const Weights& w : {l.k, l.v}) add(w, kv_size, inputs_of(l, s));
     for (const Weights& w : {l.q, l.q_gate}) add(w, q_size, inputs_of(l, s));
     const LatentWeights& a = l.latent;
@@ -209,8 +219,8 @@ std::vector<WeightSpan> matrices_of(const DecoderShape& s, const std::vector<Lay
     add(a.latents, s.head_dim, h);
     add(a.keys, s.heads * s.latent, a.plain);
     add(a.values, s.heads * a.value_dim, s.latent);
-    for (const Weights& w : {l.gate, l.up}) add(w, s.intermediate, h);
-    add(l.down, h, s.intermediate);
+    for (const Weights& w : {l.gate, l.up}) add(w, own.intermediate, h);
+    add(l.down, h, own.intermediate);
     const RecurrentWeights& r = l.recurrent;
     const int64_t heads = r.delta.value_heads, outputs = heads * r.delta.value_dim;
     add(r.in, outputs > 0 ? r.channels : 3 * r.channels, h);
@@ -272,23 +282,44 @@ float value(const Weights& w, int64_t i) {
 
 PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeights>& from,
                              const EndWeights& ends, int64_t room, int threads) {
-  const int64_t q_size = s.heads * s.head_dim, kv_size = s.kv_heads * s.head_dim;
-  const int64_t group = s.heads / s.kv_heads, d = s.head_dim;
   const Narrow copies = narrow_copies(matrices_of(s, from, ends), room, narrow, bytes, threads);
   layers.resize(from.size());
-  int64_t stores[2] = {0, 0};
+  int64_t states = 0;
+  std::vector<LayerSizes> kinds;  // of keys and values
+  std::vector<int64_t> stores;    // of each kind, so far
+  const Weights none;
   Layout layout(copies);
   for (size_t i = 0; i < from.size(); ++i) {
     const LayerWeights& w = from[i];
     Layer& l = layers[i];
     l.gates_attention = w.q_gate.data != nullptr;
+    l.sizes = sizes_of(w, s);
+    const int64_t d = l.sizes.head_dim, kv_heads = l.sizes.kv_heads, group = s.heads / kv_heads;
+    const int64_t q_size = s.heads * d, kv_size = kv_heads * d;
     const bool is_recurrent = w.recurrent.taps > 0;
-    l.store = stores[is_recurrent]++;
+    l.stores_keys = !is_recurrent && w.keys_of < 0;
+    l.store_kind = 0;
+    if (is_recurrent) {
+      l.store = states++;
+    } else if (w.keys_of >= 0) {
+      const Layer& from = layers[size_t(w.keys_of)];
+      l.store = from.store, l.store_kind = from.store_kind;
+    } else {
+      const auto same = [&](const LayerSizes& of) {
+        return of.kv_heads == kv_heads && of.head_dim == d;
+      };
+      const auto kind = std::find_if(kinds.begin(), kinds.end(), same);
+      l.store_kind = kind - kinds.begin();
+      if (kind == kinds.end()) kinds.push_back(l.sizes), stores.push_back(0);
+      l.store = stores[size_t(l.store_kind)]++;
+    }
     std::vector<Rows> parts;
-    for (int64_t h = 0; h < s.kv_heads; ++h) {
+    for (int64_t h = 0; h < kv_heads; ++h) {
       parts.push_back({w.q, w.q_bias, h * group * d, (h + 1) * group * d});
-      parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
-      parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
+      if (l.stores_keys) {
+        parts.push_back({w.k, w.k_bias, h * d, (h + 1) * d});
+        parts.push_back({w.v, w.v_bias, h * d, (h + 1) * d});
+      }
       if (l.gates_attention)
         parts.push_back({w.q_gate, w.q_gate_bias, h * group * d, (h + 1) * group * d});
     }
@@ -298,19 +329,24 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
       layout.add(l.latent, w.latent, s);
       layout.add(l.o, l.latent.outputs(), 1, {{w.o, w.o_bias, 0, s.hidden}});
     } else {
-      layout.add(l.qkv, inputs_of(w, s), s.kv_heads, parts);
+      layout.add(l.qkv, inputs_of(w, s), kv_heads, parts);
       layout.add(l.o, q_size, 1, {{w.o, w.o_bias, 0, s.hidden}});
     }
-    const Rows up{w.up, w.up_bias, 0, s.intermediate};
+    const int64_t intermediate = l.sizes.intermediate;
+    const Rows up{w.up, w.up_bias, 0, intermediate};
     l.is_gated = w.gate.data != nullptr;
     if (w.experts.routing.experts > 0) {
       layout.add(l.experts, w.experts, s);
     } else {
       if (l.is_gated)
-        layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, s.intermediate}, up}, true);
+        layout.add(l.gate_up, s.hidden, 1, {{w.gate, w.gate_bias, 0, intermediate}, up}, true);
       else
         layout.add(l.gate_up, s.hidden, 1, {up});
-      layout.add(l.down, s.intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+      layout.add(l.down, intermediate, 1, {{w.down, w.down_bias, 0, s.hidden}});
+    }
+    if (s.per_layer > 0) {
+      layout.add(l.per_layer_gate, s.hidden, 1, {{w.per_layer_gate, none, 0, s.per_layer}});
+      layout.add(l.per_layer_out, s.per_layer, 1, {{w.per_layer_out, none, 0, s.hidden}});
     }
     const auto norm = [&s](const Weights& weight, const Weights& bias = {}) {
       return Norm{floats(weight, s.hidden, s.norm_offset), floats(bias, s.hidden)};
@@ -318,9 +354,12 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
     l.input_norm = norm(w.input_norm, w.input_norm_bias);
     l.post_norm = norm(w.post_norm, w.post_norm_bias);
     l.o_norm = norm(w.o_norm), l.down_norm = norm(w.down_norm), l.side_norm = norm(w.side_norm);
+    l.per_layer_norm = norm(w.per_layer_norm);
     const bool shared = w.head_norms == HeadNorms::kShared;
     l.q_norm.weight = floats(w.q_norm, shared ? d : q_size, s.norm_offset);
     l.k_norm.weight = floats(w.k_norm, shared ? d : kv_size, s.norm_offset);
+    l.v_norm.weight = floats(w.v_norm, d, s.norm_offset);
+    l.output_scale = w.output_scale.data == nullptr ? 1.0f : value(w.output_scale, 0);
     l.sinks = floats(w.sinks, s.heads);
     l.window = w.window, l.rope = w.rope;
     l.adds_to_norm = w.adds_to_norm;
@@ -329,6 +368,13 @@ PackedWeights::PackedWeights(const DecoderShape& s, const std::vector<LayerWeigh
   if (ends.head.data != nullptr)
     layout.add(head, s.hidden, 1, {{ends.head, ends.head_bias, 0, s.vocabulary}});
   norm = {floats(ends.norm, s.hidden, s.norm_offset), floats(ends.norm_bias, s.hidden)};
+  if (s.per_layer > 0) {
+    std::vector<Rows> parts;
+    for (int64_t i = 0; i < int64_t(from.size()); ++i)
+      parts.push_back({ends.per_layer_in, none, i * s.per_layer, (i + 1) * s.per_layer});
+    layout.add(per_layer_in, s.hidden, 1, parts);
+    per_layer_in_norm.weight = floats(ends.per_layer_in_norm, s.per_layer, s.norm_offset);
+  }
   weight_bits = layout.weight_bits;
   bytes += layout.bytes;
   if (layout.bytes > 0) panels.allocate(layout.bytes);

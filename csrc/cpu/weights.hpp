@@ -17,9 +17,11 @@ struct Norm {
 };
 
 struct Layer {
-  Matrix qkv, o, gate_up, down;
-  Norm input_norm, post_norm, o_norm, down_norm, side_norm, q_norm, k_norm;
+  Matrix qkv, o, gate_up, down, per_layer_gate, per_layer_out;
+  Norm input_norm, post_norm, o_norm, down_norm, side_norm, q_norm, k_norm, v_norm, per_layer_norm;
   std::vector<float> sinks;
+  LayerSizes sizes;
+  float output_scale;
   bool is_gated;
   int64_t window, rope;
   bool adds_to_norm;
@@ -28,7 +30,10 @@ struct Layer {
   RecurrentLayer recurrent;
   LatentLayer latent;
   bool gates_attention;
-  int64_t store;  // number among the layers of its kind, with keys and values or with states
+  // Number among the layers of its kind: those with states, or in Stores those with keys and values
+  // of its size.
+  int64_t store, store_kind;
+  bool stores_keys;  // else it reads those of another layer
 };
 
 // Matrices of numbers are read where they lie, but float32 ones whose values bfloat16 represents:
@@ -36,8 +41,8 @@ struct Layer {
 // the same.
 struct PackedWeights {
   std::vector<Layer> layers;
-  Matrix head;
-  Norm norm;
+  Matrix head, per_layer_in;
+  Norm norm, per_layer_in_norm;
   int weight_bits = 0;  // the most of any matrix that is not in blocks
   int64_t bytes = 0;    // of copies
   Arena panels, narrow;

@@ -174,7 +174,7 @@ std::vector<float> feed(const Decoder& decoder, int64_t columns, int64_t width, 
     const int64_t fed = std::min(width, columns - at);
     const std::vector<int64_t> lengths(kRows, at);
     std::vector<float> out(size_t(kRows * fed * s.vocabulary));
-    decoder.step({tokens.data() + at, 4, columns, 1}, cache,
+    decoder.step({tokens.data() + at, 4, columns, 1}, {cache},
                  {kRows, fed, lengths.data(), cos.data(), sin.data(), capacity}, fed, out.data(),
                  DType::kFloat32, threads, {},
                  recurrent.channels == 0 ? nullptr : held.from(at, fed));

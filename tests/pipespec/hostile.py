@@ -823,7 +823,7 @@ def _evict_in_one_layer(turn: Turn) -> None:
 
 
 def _rebuild(turn: Turn) -> None:
-    if len(turn.pairs()) == len(turn.cache.layers):
+    if not any(hasattr(layer, "conv_states") for layer in turn.cache.layers):
         made = DynamicCache()
         for i, layer in enumerate(turn.pairs()):
             made.update(layer.keys.clone(), layer.values.clone(), i)

@@ -230,7 +230,11 @@ def test_other_states_are_left_to_transformers(name, through):
 # ---- any of these, drawn at random
 
 
-KINDS = [name for name in ("llama", WINDOWED, "qwen3, mixed", "qwen3_next, recurrent") if name in TINY_MODELS]
+KINDS = [
+    name
+    for name in ("llama", WINDOWED, "qwen3, mixed", "qwen3_next, recurrent", "gemma4, mixed, shared keys")
+    if name in TINY_MODELS
+]
 
 
 class Conversation:

@@ -80,6 +80,8 @@ KINDS = {
     "sinks": Kind("gpt_oss, mixed, sinks"),
     "experts": Kind("mixtral, window"),
     "latents": Kind("deepseek_v3, latents"),
+    "shared keys": Kind("gemma4, mixed, shared keys"),
+    "shared keys, own modules": Kind("gemma4, mixed, shared keys", options=MODULES),
     "recurrent": Kind("qwen3_next, recurrent"),
     "recurrent, dense": Kind("qwen3_5, recurrent"),
     "recurrent, short": Kind("lfm2, recurrent"),
@@ -90,7 +92,15 @@ KINDS = {
 }  # fmt: skip
 
 
-IN_CHUNKS = ("adapters", "own modules", "own modules, bfloat16", "windows, own modules", "captured", "streams")
+IN_CHUNKS = (
+    "adapters",
+    "own modules",
+    "own modules, bfloat16",
+    "windows, own modules",
+    "shared keys, own modules",
+    "captured",
+    "streams",
+)
 """Kinds whose prefixes end at chunks, in batches of as many rows: few short conversations may have none."""
 
 

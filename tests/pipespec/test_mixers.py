@@ -188,7 +188,7 @@ def test_latents_that_a_cache_keeps_apart_are_refused():
     """The rotated parts of keys lie behind their latents."""
     with torch.inference_mode():
         form = native_form(model_of(LATENT[0]))
-        keys, values, lengths = RowCache.for_model(model_of(LATENT[0]), 1, 8).open_storage(1)
+        (keys,), (values,), lengths = RowCache.for_model(model_of(LATENT[0]), 1, 8).open_storage(1)
         hidden, rope = torch.zeros(1, 1, form.decoder.shape.hidden), form._rope(8, 8)
         form.decoder.run_layers(hidden, keys, values, lengths, *rope)
         with pytest.raises(ValueError, match="must lie right behind their latents"):

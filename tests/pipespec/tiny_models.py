@@ -156,6 +156,9 @@ def make(name: str, seed: int = 0, **more: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if not torch.isfinite(parameter).all() or not parameter.any():
                 parameter.normal_(0, 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     torch.random.set_rng_state(state)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

@@ -21,10 +21,14 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from pipespec.engine.cache import RowCache
 from pipespec.errors import NotKnown, Unsupported, UnsupportedInput
-from pipespec.models.compat import recurrent_layer, recurrent_states
+from pipespec.models.compat import empty_layer, recurrent_layer, recurrent_states
 from pipespec.models.layout import CacheLayout
 
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, *([] if recurrent_layer is None else [recurrent_layer]))
+_LAYERS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    *(kind for kind in (recurrent_layer, empty_layer) if kind is not None),
+)
 
 _texts: weakref.WeakKeyDictionary[Cache, list[np.ndarray]] = weakref.WeakKeyDictionary()
 """Per row, the text whose keys and values a call left in a DynamicCache. Only drafts read it: a later change of the cache costs them acceptance."""
@@ -120,9 +124,7 @@ def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity:
     layout, rows, held = CacheLayout.of(target.config), len(columns.places), columns.held
     if held != (columns.cached or held) or held >= columns.count:
         raise _state("holds other columns than attention_mask has before the new tokens")
-    own_kinds = [i in layout.attention for i in range(len(layout.windows))]
-    fitting = map(_fits, cache.layers, layout.windows, own_kinds)
-    if len(cache.layers) not in (0, len(own_kinds)) or not all(fitting) or not (cache.layers or all(own_kinds)):
+    if not _has_layers_of(cache, layout):
         raise _state("has other layers than the target")
     if not held and not any(map(_holds, cache.layers)):
         return None
@@ -133,16 +135,14 @@ def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity:
     if layout.states is not None and not all(tokens):
         raise _state("has recurrent states of rows without tokens")
     at = [torch.from_numpy(places[:n]) for places, n in zip(columns.places, tokens, strict=True)]
-    loaded = []
-    for layer, device, is_own in zip(cache.layers, own.layer_devices, own_kinds, strict=True):
-        pair = _of_layer(layer, held) if is_own else recurrent_states(layer)
-        if pair is None:
-            raise _state("holds other columns in some layers")
-        if any(len(x) != rows for x in pair):
-            raise _state("has other rows than input_ids")
-        if any(x.device != device or (is_own and x.dtype != own.compute_dtype) for x in pair):
-            raise _state(f"is not of {own.compute_dtype} on {device} in all layers")
-        keys, values = pair
+    loaded: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+    for i, device in enumerate(own.layer_devices):
+        if i in layout.readers:
+            loaded.append(None)
+            continue
+        is_own = i in layout.attention
+        pair = _of_layer(cache.layers[i], held) if is_own else recurrent_states(cache.layers[i])
+        keys, values = pair = _checked(pair, rows, device, own.compute_dtype if is_own else None)
         loaded.append((_gathered(keys, at, held), _gathered(values, at, held)) if is_own else pair)
     try:
         own.load(loaded, tokens)
@@ -153,15 +153,37 @@ def converted(target: PreTrainedModel, cache: Cache, columns: Columns, capacity:
     return own
 
 
+def _checked(
+    pair: tuple[torch.Tensor, torch.Tensor] | None, rows: int, device: torch.device, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer holds, if it fits the call. ``dtype``: None: any."""
+    if pair is None:
+        raise _state("holds other columns in some layers")
+    if any(len(x) != rows for x in pair):
+        raise _state("has other rows than input_ids")
+    if any(x.device != device or dtype not in (None, x.dtype) for x in pair):
+        raise _state(f"is not of {dtype or 'its dtype'} on {device} in all layers")
+    return pair
+
+
 def _state(what: str) -> NotKnown:
     return NotKnown("past_key_values", f"generate(): past_key_values {what}")
 
 
-def _fits(layer: Any, window: int | None, has_keys: bool) -> bool:
-    """Whether a layer of a cache is of the kind that the target's is, with its window or without one."""
-    if not has_keys:
+def _has_layers_of(cache: Cache, layout: CacheLayout) -> bool:
+    """Whether the layers of a cache are those of a target. One that was made without a configuration has them up to the last one that has stored something."""
+    there, count = len(cache.layers), len(layout.windows)
+    is_whole = set(range(there, count)) <= set(layout.readers) or (there == 0 and layout.states is None)
+    return there <= count and is_whole and all(_fits(layer, i, layout) for i, layer in enumerate(cache.layers))
+
+
+def _fits(layer: Any, i: int, layout: CacheLayout) -> bool:
+    """Whether layer ``i`` of a cache is of the kind that the target's is, with its window or without one."""
+    if i in layout.readers:
+        return not _holds(layer)
+    if i not in layout.attention:
         return recurrent_layer is not None and isinstance(layer, recurrent_layer)
-    return isinstance(layer, DynamicLayer) and getattr(layer, "sliding_window", None) in (None, window)
+    return isinstance(layer, DynamicLayer) and getattr(layer, "sliding_window", None) in (None, layout.windows[i])
 
 
 def _holds(layer: Any) -> bool:

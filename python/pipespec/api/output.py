@@ -200,7 +200,8 @@ def _padding(call: PreparedCall) -> list[list[torch.Tensor]]:
     else:
         mask, seen = call.mask, new_cache(target) if is_recurrent else DynamicCache()
         for i, layer in enumerate(call.options.cache.layers if call.options.cache is not None and first else ()):
-            seen.update(layer.keys, layer.values, i)
+            if layer.keys is not None:
+                seen.update(layer.keys, layer.values, i)
         at = at + first
     target(
         input_ids=new[0].to(device),

@@ -194,12 +194,12 @@ class ForwardCache(RowStorage):
             self._places = {device: (rows.to(device), at.to(device)) for device in self._lengths_on}
         self._open_q, self._end = q, self.capacity if self.is_static else top
 
-    def open_storage(self, q: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    def open_storage(self, q: int) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
         """Begin a forward of ``q`` columns, for code that writes into the storage itself. ``close()`` ends it.
 
         Returns:
-            All keys and all values, ``[layers, rows, kv_heads, capacity, head_dim]``, and the lengths per row. The keys and values of
-            column ``i`` of row ``r`` belong at position ``lengths[r] + i``.
+            For each size that layers have, in the order of their first layers, all keys, and likewise all values, ``[layers, rows, kv_heads, capacity,
+            head_dim]``; and the lengths per row. The keys and values of column ``i`` of row ``r`` belong at position ``lengths[r] + i``.
 
         Raises:
             ValueError: beyond the capacity.
@@ -215,9 +215,8 @@ class ForwardCache(RowStorage):
                 torch.empty((0, self.rows, layout.heads, self.capacity, size), dtype=self.dtype, device=self.device)
                 for size in (layout.key_dim, layout.value_dim)
             )
-            return keys, values, self._lengths
-        keys, values = self._stores
-        return keys, values, self._lengths
+            return [keys], [values], self._lengths
+        return self._stores[::2], self._stores[1::2], self._lengths
 
     def open_states(self) -> States | None:
         """The states of the recurrent layers in the forward that :meth:`open_storage` has begun; None: there are no such layers."""

@@ -21,6 +21,7 @@ from pipespec.models.compat import hidden_of
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
 from pipespec.models.parts import ModelParts
+from pipespec.models.per_layer import inputs_of, keys_of
 from pipespec.models.properties import text_config
 from pipespec.models.quantized import formats_of
 
@@ -67,7 +68,8 @@ class PartsForm(Form):
         hidden = tokens.to(self.dtype) if self.parts.embed is None else self.embed(tokens)
         features, lengths, embedded = cache.features, cache.lengths, hidden
         if self.parts.layers:
-            hidden, streams = self.run_layers(hidden, cache, () if features is None else features.layers)
+            more = {} if self.parts.per_layer is None else {"tokens": tokens}
+            hidden, streams = self.run_layers(hidden, cache, () if features is None else features.layers, **more)
             if features is not None:
                 last = len(self.parts.layers)
                 if last in streams and self.parts.embed is not None and self.parts.norm is not None:
@@ -83,7 +85,12 @@ class PartsForm(Form):
         raise NotImplementedError
 
     def run_layers(
-        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+        self,
+        hidden: torch.Tensor,
+        cache: RowCache,
+        features: Collection[int] = (),
+        *,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers.
 
@@ -91,6 +98,7 @@ class PartsForm(Form):
             hidden: ``[rows, q, H]``; is not changed.
             cache: of these layers alone; it grows by ``q``.
             features: indices in transformers' ``hidden_states`` (k + 1 after layer k). Those of other layers do not matter.
+            tokens: int64 ``[rows, q]``, whose embeddings ``hidden`` are; for layers with inputs of their own.
 
         Returns:
             The hidden states after the last layer, and by index those of ``features``, each ``[rows, q, H]``.
@@ -175,14 +183,15 @@ def _masks(parts: ModelParts, columns: int, dtype: torch.dtype) -> list[torch.Te
     """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its begin on: minus infinity where a column does not see. Recurrent layers have none."""
     at = torch.arange(columns, device=parts.device)
     back = at[:, None] - at
-    masks = {}
+    masks: dict[int | None, torch.Tensor] = {}
     layout, numbers = CacheLayout.of(parts.config), range(parts.first, parts.first + len(parts.layers))
     for window in {layout.windows[i] for i in numbers}:
         hidden = (back < 0) | (back >= (columns if window is None else window))
         masks[window] = torch.zeros((1, 1, columns, columns), dtype=dtype, device=parts.device).masked_fill_(
             hidden, -torch.inf
         )
-    return [masks[layout.windows[i]] if i in layout.attention else None for i in numbers]
+    recurrent = () if layout.states is None else layout.states.layers
+    return [None if i in recurrent else masks[layout.windows[i]] for i in numbers]
 
 
 class LayerLoop(PartsForm):
@@ -200,13 +209,19 @@ class LayerLoop(PartsForm):
         return families.embedded(self.parts, tokens)
 
     def run_layers(
-        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()
+        self,
+        hidden: torch.Tensor,
+        cache: RowCache,
+        features: Collection[int] = (),
+        *,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         q, first = hidden.shape[1], self.parts.first
         streams: dict[int, torch.Tensor] = {}
         masks, positions = cache.masks(q), cache.positions(q)
         own, ropes = _OffsetCache(cache, first) if first else cache, ropes_of(self.parts, hidden, positions)
-        for i, (layer, mask, rope) in enumerate(zip(self._layers, masks, ropes, strict=True), first + 1):
+        inputs = inputs_of(self.parts, tokens, hidden)
+        for i, (layer, mask, rope, more) in enumerate(zip(self._layers, masks, ropes, inputs, strict=True), first + 1):
             outputs = layer(
                 hidden,
                 attention_mask=mask,
@@ -214,6 +229,7 @@ class LayerLoop(PartsForm):
                 position_ids=positions,
                 past_key_values=own,
                 use_cache=True,
+                **more,
             )
             hidden = hidden_of(outputs)
             if i in features:
@@ -318,11 +334,17 @@ def check_parts(form: PartsForm, given: torch.Tensor) -> None:
         positions = torch.arange(columns, device=given.device)[None]
         masks, ropes = _masks(parts, columns, hidden.dtype), ropes_of(parts, hidden, positions)
         first, count = parts.first, len(parts.layers)
-        last, streams = form.run_layers(hidden, probe_cache(parts), range(first + 1, first + count + 1))
-        formats = [formats_of(layer) for layer in parts.layers]
-        for i in {formats.index(found) for found in formats} | {count - 1}:
+        indices = range(first + 1, first + count + 1)
+        of_form = {} if parts.per_layer is None else {"tokens": given}
+        last, streams = form.run_layers(hidden, probe_cache(parts), indices, **of_form)
+        formats, more = [formats_of(layer) for layer in parts.layers], inputs_of(parts, given, hidden)
+        compared = {formats.index(found) for found in formats} | {count - 1}
+        read = keys_of([families.attention_of(layer) for layer in parts.layers])
+        for i in sorted(compared | {of for at in compared if (of := read[at]) is not None}):
             before = hidden if i == 0 else streams[first + i]
-            own = parts.layers[i](before, attention_mask=masks[i], position_ids=positions, position_embeddings=ropes[i])
+            own = parts.layers[i](
+                before, attention_mask=masks[i], position_ids=positions, position_embeddings=ropes[i], **more[i]
+            )
             _check_part(f"layer {first + i}", streams[first + i + 1] - before, hidden_of(own) - before)
         hidden = last
     if parts.head is not None:
@@ -411,8 +433,9 @@ def _in_wider(parts: ModelParts, given: torch.Tensor, dtype: torch.dtype) -> tor
 
     if parts.layers:
         masks, ropes = _masks(parts, columns, dtype), ropes_of(parts, hidden, positions)
-        for layer, mask, rope in zip(parts.layers, masks, ropes, strict=True):
-            hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope)
+        more = inputs_of(parts, given, hidden, run)
+        for layer, mask, rope, inputs in zip(parts.layers, masks, ropes, more, strict=True):
+            hidden = run(layer, hidden, attention_mask=mask, position_ids=positions, position_embeddings=rope, **inputs)
     if parts.head is None:
         return hidden
     hidden, head = run(parts.norm, hidden), parts.head

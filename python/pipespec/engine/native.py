@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
@@ -129,11 +130,13 @@ class NativeForm(PartsForm):
                     head=read.head,
                     head_bias=read.head_bias,
                     head_scale=read.head_scale,
+                    per_layer=read.per_layer,
                     room=max(room, 0),
                 )
         except (ValueError, TypeError) as error:
             raise NotReadable(f"the decoder does not take it: {error}") from error
         self.token, self._rotary, self._rotations = object(), read.rotary, read.rotations
+        self._rotary_dims = read.rotary_dims
         # One call runs all parts.
         self._steps = parts.embed is not None and parts.head is not None
         tensors: dict[bool, list[torch.Tensor]] = {True: [], False: []}
@@ -196,7 +199,13 @@ class NativeForm(PartsForm):
         return self.decoder.embed(tokens)
 
     def run_layers(
-        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = (), side: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        cache: RowCache,
+        features: Collection[int] = (),
+        side: torch.Tensor | None = None,
+        *,
+        tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """As :meth:`PartsForm.run_layers`. ``side [rows, q, H]``: for layers with side inputs."""
         first, (rows, q, size) = self.parts.first, hidden.shape
@@ -206,7 +215,7 @@ class NativeForm(PartsForm):
         out = torch.empty((rows, q, len(found), size), dtype=torch.float32, device="cpu")
         taps = Taps([index - first for index in found], out.flatten(2), [0] * rows)
         states, tapped = cache.open_states(), taps if found else None
-        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, taps=tapped, states=states)
+        hidden = self.decoder.run_layers(hidden, *storage, *rope, side=side, tokens=tokens, taps=tapped, states=states)
         cache.close()
         return hidden, {index: part.contiguous() for index, part in zip(found, out.unbind(2), strict=True)}
 
@@ -237,17 +246,27 @@ class NativeForm(PartsForm):
         )
         calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
         found = [_angles(self._rotary(like, position_ids=positions, **more)) for more in calls]
-        cos, sin = (torch.stack([self._in_halves(each[i][0]) for each in found]).contiguous() for i in range(2))
+        width = self.decoder.shape.rotated
+        cos, sin = (
+            torch.stack(
+                [
+                    F.pad(_in_halves(each[i][0], size), (0, width - size))
+                    for each, size in zip(found, self._rotary_dims, strict=True)
+                ]
+            ).contiguous()
+            for i in range(2)
+        )
         factors = None if self._query_factors is None else self._query_factors(positions[0]).float().contiguous()
         return cos, sin, factors
 
-    def _in_halves(self, angles: torch.Tensor) -> torch.Tensor:
-        """Cosines or sines of a model ``[positions, n]`` in the decoder's order. Some models repeat each element, some have one of each pair."""
-        half = self.decoder.shape.rotated // 2
-        if angles.shape[1] == 2 * half and torch.equal(angles[:, :half], angles[:, half:]):
-            return angles
-        angles = angles if angles.shape[1] == half else angles[:, ::2]
-        return torch.cat([angles, angles], 1)
+
+def _in_halves(angles: torch.Tensor, size: int) -> torch.Tensor:
+    """Cosines or sines of a model ``[positions, n]`` in the decoder's order, ``[positions, size]``. Some models repeat each element, some have one of each pair."""
+    half = size // 2
+    if angles.shape[1] == size and torch.equal(angles[:, :half], angles[:, half:]):
+        return angles
+    angles = angles if angles.shape[1] == half else angles[:, ::2]
+    return torch.cat([angles, angles], 1)
 
 
 ROUGHLY = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -306,7 +325,7 @@ def _into_huge_pages(form: NativeForm, reserved: int) -> int:
     weights = [
         weight
         # Of an embedding few rows are read, unless it is the head, too.
-        for weight in form.parts._replace(embed=None).parameters()
+        for weight in form.parts._replace(embed=None, per_layer=None).parameters()
         # The form may have copies of float32 matrices.
         if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not form.nbytes)
     ]

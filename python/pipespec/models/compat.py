@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -95,6 +95,32 @@ def caches_latents(model_type: str) -> bool:
 
 recurrent_layer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 """The class of a recurrent layer in a ``DynamicCache``; None in versions whose recurrent models have caches of their own."""
+
+
+empty_layer: Any = getattr(cache_utils, "DummyLayer", None)
+"""The class of a layer in a ``DynamicCache`` that keeps nothing, as it reads the keys and values of another one; None in versions without it."""
+
+
+def per_layer_configs(config: Any) -> Sequence[Any] | None:
+    """The configuration of each layer, where a model may have layers of several sizes, or whose keys others read: since transformers 5.15.
+
+    Args:
+        config: of a model's text.
+
+    Returns:
+        None where all layers are alike.
+
+    Raises:
+        NotImplementedError: the layers differ, and this version of transformers says so in another way.
+    """
+    if not hasattr(type(config), "per_layer_config"):
+        if getattr(config, "num_kv_shared_layers", None) or hasattr(config, "global_head_dim"):
+            raise NotImplementedError(
+                "layers of several sizes, or that read the keys of others, need transformers 5.15 or newer"
+            )
+        return None
+    is_shared = "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+    return config.per_layer_config if is_shared or config.is_heterogeneous else None
 
 
 def recurrent_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.models import compat, experts, latent, recurrent
+from pipespec.models import compat, experts, latent, per_layer, recurrent
 from pipespec.models.families import (
     BEFORE,
     Family,
@@ -21,6 +21,7 @@ from pipespec.models.families import (
     family_of,
     feed_forward_of,
     is_opaque,
+    layout_of,
     outer_embedding_scale,
     windows_of,
 )
@@ -28,7 +29,7 @@ from pipespec.models.parts import ModelParts
 from pipespec.models.properties import rotary_changes_at
 from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
 from pipespec.models.tiled import TiledEmbedding, TiledLinear
-from pipespec_kernels.decoder import DecoderShape, LayerWeights
+from pipespec_kernels.decoder import DecoderShape, LayerSizes, LayerWeights, PerLayerInputs
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.recurrent import Recurrent
 from pipespec_kernels.tiles import TiledMatrix
@@ -39,7 +40,7 @@ class ReadModel:
     """The parts of a model as the native decoder takes them. The tensors are the model's own.
 
     Attributes:
-        shape: of the decoder. Without layers, the sizes in layers are 1.
+        shape: of the decoder. Without layers, the sizes in layers are 1; where they differ, they are the largest.
         layers: weights per layer.
         windows: per layer, the number of last positions that a column sees, its own included; None: all.
         embedding: ``[vocabulary, hidden]``, or None.
@@ -50,6 +51,8 @@ class ReadModel:
         head_scale: ``[vocabulary]`` of a head in int8, or None.
         rotary: the model's rotary embedding; None without layers.
         rotations: what each of the rotations of :attr:`LayerWeights.rope` is called in calls of ``rotary``; None: it is the only one.
+        rotary_dims: elements of a head that each of them rotates.
+        per_layer: what makes inputs of each layer; None: there are none.
         query_factors: what queries are multiplied by, from their positions int64 ``[n]``; None: nothing.
         beyond_llama: what the model has that LLaMA has not, as a list in words; None: nothing.
     """
@@ -65,6 +68,8 @@ class ReadModel:
     head_scale: torch.Tensor | None
     rotary: Any
     rotations: tuple[str | None, ...]
+    rotary_dims: tuple[int, ...]
+    per_layer: PerLayerInputs | None
     query_factors: Callable[[torch.Tensor], torch.Tensor] | None
     beyond_llama: str | None
 
@@ -91,7 +96,14 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
     numbers["embedding_scale"] = embedding_scale(embed) * (outer_embedding_scale(parts) or 1.0)
     if (divisor := numbers.pop("logit_divisor", None)) is not None:
         numbers["logit_scale"] = 1 / divisor
-    rotations = _rotations(parts)
+    rotations, sizes = _rotations(parts), _layer_sizes(parts, family)
+    if (inputs := parts.per_layer) is not None:
+        numbers |= {
+            "per_layer": inputs.size,
+            "per_layer_scale": embedding_scale(inputs.embed),
+            "per_layer_in_scale": inputs.in_scale,
+            "per_layer_sum_scale": inputs.sum_scale,
+        }
     shape = DecoderShape(
         hidden=config.hidden_size,
         vocabulary=ends[0].shape[0] if ends else 1,
@@ -101,13 +113,15 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         rotates_pairs=family.rotates_pairs,
         norms_rotated=family.norms_rotated,
         **numbers,
-        **_layer_sizes(parts, family, rotations),
+        **_largest(sizes),
+        **_of_all_layers(parts, family),
     )
+    ropes, read = _ropes(parts, family, rotations), per_layer.keys_of([*map(attention_of, parts.layers)])
     return ReadModel(
         shape,
         tuple(
-            _layer(layer, rope, shape, family)
-            for layer, rope in zip(parts.layers, _ropes(parts, family, rotations), strict=True)
+            LayerWeights(**_layer(layer, shape, family, own) | {"rope": rope, "keys_of": of, "sizes": own})
+            for layer, own, rope, of in zip(parts.layers, sizes, ropes, read, strict=True)
             if matrices
         ),
         windows_of(parts),
@@ -119,6 +133,8 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         of_head.get("head_scale"),
         parts.rotary,
         rotations,
+        tuple(_rotary_dim(parts, kind) for kind in rotations),
+        None if inputs is None or not matrices else _per_layer(inputs, len(parts.layers)),
         None if family.query_factors is None else functools.partial(family.query_factors, config),
         _beyond_llama(parts, shape, family),
     )
@@ -140,6 +156,11 @@ _BEYOND = {
 def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str | None:
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
+    read = per_layer.keys_of([*map(attention_of, parts.layers)])
+    found += ["keys and values of other layers"] if any(of is not None for of in read) else []
+    found += ["layers of several sizes"] if len(set(_layer_sizes(parts, family))) > 1 else []
+    found += ["inputs of each layer"] if parts.per_layer is not None else []
+    found += ["factors of what layers give"] if any(hasattr(layer, "layer_scalar") for layer in parts.layers) else []
     found += ["layers without RoPE"] if family.rotates is not None else []
     found += ["RoPE that depends on the length of the text"] if rotary_changes_at(parts.rotary) is not None else []
     found += ["several kinds of RoPE"] if len(_rotations(parts)) > 1 else []
@@ -157,8 +178,9 @@ def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str
 _HEAD_NORMS = {
     "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
     "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+    "v_norm": ("v_norm",),
 }
-"""Attributes of attentions with norms of queries and keys."""
+"""Attributes of attentions with norms of queries, keys and values."""
 
 
 def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
@@ -174,6 +196,7 @@ def _norms_of(layer: Any, family: Family) -> dict[str, Any]:
 def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
     """``norm`` and ``eps`` of a :class:`DecoderShape`."""
     norms = [norm for layer in parts.layers for norm in _norms_of(layer, family).values()]
+    norms += [] if parts.per_layer is None else [parts.per_layer.norm]
     norms = [each for norm in norms for each in getattr(norm, "norms", (norm,))]
     kinds = {
         (
@@ -201,15 +224,34 @@ def _rotations(parts: ModelParts) -> tuple[str | None, ...]:
     return (None,) if types is None else tuple(types)
 
 
+def _kind_of_rope(parts: ModelParts, i: int) -> str | None:
+    """What the rotation of layer ``i`` of some parts is called; None: there is one for all."""
+    return None if _rotations(parts) == (None,) else parts.config.layer_types[parts.first + i]
+
+
+def _rotary_dim(parts: ModelParts, kind: str | None) -> int:
+    """Elements of a head that a rotation rotates."""
+    if parts.rotary is None:
+        return 0
+    return 2 * int(getattr(parts.rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel())
+
+
 def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> list[int | None]:
     """The rotation of each layer, see :class:`LayerWeights`."""
-    types = [None] * len(parts.layers)
-    if rotations != (None,):
-        types = parts.config.layer_types[parts.first : parts.first + len(parts.layers)]
     return [
-        rotations.index(kind) if family.rotates is None or family.rotates(layer.self_attn) else None
-        for layer, kind in zip(parts.layers, types, strict=True)
+        rotations.index(_kind_of_rope(parts, i)) if family.rotates is None or family.rotates(layer.self_attn) else None
+        for i, layer in enumerate(parts.layers)
     ]
+
+
+def _per_layer(of: per_layer.PerLayer, layers: int) -> PerLayerInputs:
+    """What makes the inputs of the first layers of a model."""
+    matrix, rows = matrix_of(of.projection), slice(layers * of.size)
+    return PerLayerInputs(
+        matrix_of(of.embed),
+        matrix[rows] if isinstance(matrix, torch.Tensor) else matrix.rows(rows),
+        of.norm.weight.detach(),
+    )
 
 
 def _bias_of(module: Any) -> torch.Tensor | None:
@@ -217,11 +259,37 @@ def _bias_of(module: Any) -> torch.Tensor | None:
     return None if bias is None else bias.detach()
 
 
-def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -> dict[str, Any]:
-    """What a :class:`DecoderShape` says of the layers."""
-    if not parts.layers:
-        return {"intermediate": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "rotary_dim": 0, "scale": 1.0}
+def _layer_sizes(parts: ModelParts, family: Family) -> list[LayerSizes]:
+    """The sizes of each layer."""
+    layout, config, sizes = layout_of(parts), parts.config, []
+    attentions = [attention_of(layer) for layer in parts.layers]
+    for i, (layer, attn, of) in enumerate(zip(parts.layers, attentions, per_layer.keys_of(attentions), strict=True)):
+        # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
+        down = family.matrices_of(feed_forward_of(layer), ("down",)).get("down")
+        inner = 0 if down is None or is_opaque(down) else int(down.in_features)
+        # A part may have recurrent layers alone.
+        size = 0 if attn is None else _head_dim(attn)
+        heads = 0 if attn is None else layout.sizes(parts.first + (i if of is None else of)).heads
+        if layout.own is None and not layout.is_latent:
+            heads = config.num_key_value_heads
+        sizes.append(LayerSizes(inner, heads, size, _rotary_dim(parts, _kind_of_rope(parts, i))))
+    known = _largest(sizes)
+    return [LayerSizes(*(own or largest for own, largest in zip(each, known.values(), strict=True))) for each in sizes]
+
+
+def _largest(sizes: Sequence[LayerSizes]) -> dict[str, int]:
+    """The largest of the sizes of layers, as a :class:`DecoderShape` has them; where there are no layers, or none says a size, 1."""
+    found = [max(*each, 0) if each else 0 for each in zip(*sizes, strict=True)] if sizes else [0] * 4
+    return dict(zip(LayerSizes._fields, found, strict=True)) | {
+        name: 1 for name, size in zip(LayerSizes._fields[:-1], found, strict=False) if not size
+    }
+
+
+def _of_all_layers(parts: ModelParts, family: Family) -> dict[str, Any]:
+    """What a :class:`DecoderShape` says of the layers beside their sizes, which must be the same in all of them."""
     config, rotary = parts.config, parts.rotary
+    if not parts.layers:
+        return {"heads": 1, "scale": 1.0}
     types = rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
     for kind in types:
         if kind not in ("default", "linear", "llama3", "yarn", "proportional", "longrope", "dynamic"):
@@ -229,11 +297,9 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
     attentions = [attn for attn in map(attention_of, parts.layers) if attn is not None]
     if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")
-    # A part may have recurrent layers alone.
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if any(map(latent.is_latent, attentions)) and not compat.caches_latents(config.model_type):
         raise NotReadable("this version of transformers keeps the keys and values of its latents; install a newer one")
-    heads = {(_head_dim(attn), attn.scaling) for attn in attentions} or {(size, 1.0)}
+    scales = {attn.scaling for attn in attentions} or {1.0}
     ranks = {getattr(attn, "kv_lora_rank", 0) for attn in attentions} or {0}
     kinds = {
         (
@@ -243,22 +309,13 @@ def _layer_sizes(parts: ModelParts, family: Family, rotations: Sequence[str | No
         )
         for layer in parts.layers
     }
-    sizes = {getattr(rotary, "inv_freq" if kind is None else f"{kind}_inv_freq").numel() for kind in rotations}
-    # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
-    downs = [family.matrices_of(feed_forward_of(layer), ("down",)) for layer in parts.layers]
-    inner = {down["down"].in_features for down in downs if down and not is_opaque(down["down"])} or {1}
-    if any(len(found) > 1 for found in (kinds, heads, sizes, inner, ranks)):
-        raise NotReadable("its layers differ in more than their weights")
-    (head_dim, scale), (activation, residual_scale, is_parallel) = heads.pop(), kinds.pop()
-    rank = ranks.pop()
+    if any(len(found) > 1 for found in (kinds, scales, ranks)):
+        raise NotReadable("its layers differ in more than their weights and sizes")
+    activation, residual_scale, is_parallel = kinds.pop()
     return {
-        "intermediate": inner.pop(),
         "heads": config.num_attention_heads,
-        "kv_heads": 1 if rank else config.num_key_value_heads,
-        "head_dim": head_dim,
-        "latent": rank,
-        "rotary_dim": 2 * sizes.pop(),
-        "scale": scale,
+        "latent": ranks.pop(),
+        "scale": scales.pop(),
         "activation": activation,
         "residual_scale": residual_scale,
         "is_parallel": is_parallel,
@@ -283,21 +340,15 @@ def _activation(mlp: Any) -> str:
     return name
 
 
-def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) -> LayerWeights:
-    heads = [n * shape.head_dim for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+def _layer(layer: Any, shape: DecoderShape, family: Family, sizes: LayerSizes) -> dict[str, Any]:
+    """Weights of a :class:`LayerWeights`."""
     attn, absent = attention_of(layer), ("input_norm", "post_norm", "q", "k", "v", "o", "gate", "up", "down")
-    weights: dict[str, Any] = dict.fromkeys(absent) | {"rope": rope}
+    weights: dict[str, Any] = dict.fromkeys(absent) | _matrices(layer, shape, family, sizes)
+    weights |= _of_per_layer(layer, shape)
     if family.routing is not None:
         weights["experts"] = experts.experts_of(feed_forward_of(layer), family.routing, matrix_of)
-    for part, whole, names, sizes in (
-        (attn, "qkv", ("q", "k", "v", "o"), heads),
-        (feed_forward_of(layer), "gate_up", ("gate", "up", "down"), [shape.intermediate] * 2),
-    ):
-        for name, linear in family.matrices_of(part, (whole, *names)).items():
-            weights |= _of_rows(linear, names[:-1], sizes) if name == whole else _of_linear(linear, name)
     for name, norm in _norms_of(layer, family).items():
-        own = getattr(norm, "norms", None)
-        weights[name] = norm.weight.detach() if own is None else torch.stack([each.weight.detach() for each in own])
+        weights[name] = _weight_of(norm, sizes.head_dim)
         if (bias := _bias_of(norm)) is not None:
             weights[f"{name}_bias"] = bias
     if (sinks := getattr(attn, "sinks", None)) is not None:
@@ -309,13 +360,50 @@ def _layer(layer: Any, rope: int | None, shape: DecoderShape, family: Family) ->
     elif family.gates_attention:
         for name in ("q", "q_bias") if weights["q_bias"] is not None else ("q",):
             weights[name], weights[name.replace("q", "q_gate")] = recurrent.halves_of_heads(
-                weights[name], shape.head_dim
+                weights[name], sizes.head_dim
             )
     if (norm := getattr(layer, "hidden_norm", None)) is not None:
         # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
         weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
         weights["input_norm"] = norm.weight.detach()
-    return LayerWeights(**weights)
+    return weights
+
+
+def _matrices(layer: Any, shape: DecoderShape, family: Family, sizes: LayerSizes) -> dict[str, Any]:
+    """The matrices of a layer's attention and feed-forward."""
+    weights: dict[str, Any] = {}
+    heads = [n * sizes.head_dim for n in (shape.heads, sizes.kv_heads, sizes.kv_heads)]
+    for part, whole, names, rows in (
+        (attention_of(layer), "qkv", ("q", "k", "v", "o"), heads),
+        (feed_forward_of(layer), "gate_up", ("gate", "up", "down"), [sizes.intermediate] * 2),
+    ):
+        for name, linear in family.matrices_of(part, (whole, *names)).items():
+            weights |= _of_rows(linear, names[:-1], rows) if name == whole else _of_linear(linear, name)
+    if getattr(attention_of(layer), "use_alternative_attention", False):
+        # Values are keys before their norm and their rotation.
+        weights |= {f"v{end}": weights.get(f"k{end}") for end in ("", "_bias", "_scale")}
+    return weights
+
+
+def _of_per_layer(layer: Any, shape: DecoderShape) -> dict[str, Any]:
+    """What a layer does after its feed-forward: its matrices of per-layer inputs, and a factor."""
+    weights: dict[str, Any] = {}
+    if shape.per_layer:
+        weights |= _of_linear(layer.per_layer_input_gate, "per_layer_gate", has_bias=False)
+        weights |= _of_linear(layer.per_layer_projection, "per_layer_out", has_bias=False)
+    if (scale := getattr(layer, "layer_scalar", None)) is not None:
+        weights["output_scale"] = scale.detach()
+    return weights
+
+
+def _weight_of(norm: Any, size: int) -> torch.Tensor:
+    """The weights of a norm; of several of heads those of all; ones of ``size`` where it has none."""
+    if (own := getattr(norm, "norms", None)) is not None:
+        return torch.stack([each.weight.detach() for each in own])
+    if not getattr(norm, "with_scale", True):
+        return torch.ones(size, device="cpu")
+    weight: torch.Tensor = norm.weight.detach()
+    return weight
 
 
 def _recurrent(layer: Any) -> Recurrent | None:
@@ -325,11 +413,11 @@ def _recurrent(layer: Any) -> Recurrent | None:
     return recurrent.recurrent_of(layer, matrix_of)
 
 
-def _of_linear(linear: Any, name: str) -> dict[str, Any]:
+def _of_linear(linear: Any, name: str, *, has_bias: bool = True) -> dict[str, Any]:
     """A linear module's matrix, bias and scale of int8, as the decoder calls them."""
     bias = None if linear.bias is None else linear.bias.detach()
     scale = linear.scale if isinstance(linear, Int8Linear) else None
-    return {name: matrix_of(linear), f"{name}_bias": bias, f"{name}_scale": scale}
+    return {name: matrix_of(linear), f"{name}_scale": scale} | ({f"{name}_bias": bias} if has_bias else {})
 
 
 def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import compat, experts, latent, recurrent
+from pipespec.models import compat, experts, latent, per_layer, recurrent
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
 from pipespec.models.parts import ModelParts
@@ -48,13 +48,13 @@ _OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
     "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", *_OF_CONFIGURATION,
-    "residual_scale", *experts.NUMBERS, *latent.NUMBERS, *recurrent.NUMBERS,
+    "residual_scale", *experts.NUMBERS, *latent.NUMBERS, *recurrent.NUMBERS, *per_layer.NUMBERS,
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
     "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
-    "TextRotaryEmbedding", "TextScaledWordEmbedding", "ScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
+    "TextDecoderLayer", "TextAttention", "TextMLP", "TextRotaryEmbedding", "TextScaledWordEmbedding", "ScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
 
@@ -167,7 +167,10 @@ FAMILIES = {
             "gemma3_text", "Gemma3", source="gemma3", norms=AROUND, norm_offset=1.0, scales_embedding=True,
             numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
         ),
-        Family("gemma4_text", lacking="its layers differ in the sizes of their heads", in_stages=False),
+        Family(
+            "gemma4_text", "Gemma4", source="gemma4", in_stages=False, norms=AROUND | {"per_layer_norm": "post_per_layer_input_norm"},
+            numbers={"logit_softcap": lambda c: c.final_logit_softcapping},
+        ),
         Family("ministral", "Ministral"),
         Family("ministral3", "Ministral3", query_factors=_llama_4_factors),
         Family("arcee", "Arcee"),
@@ -430,12 +433,17 @@ def opaque(model: PreTrainedModel | ModelParts) -> list[Any]:
     return [linear for linears in products_of(model) for linear in linears if is_opaque(linear)]
 
 
-def windows_of(parts: ModelParts) -> tuple[int | None, ...]:
-    """The windows of the layers of parts, see :class:`CacheLayout`."""
+def layout_of(parts: ModelParts) -> CacheLayout:
+    """What the layers of the whole model keep. Raises :class:`NotReadable` for layers that cannot be rolled back."""
     try:
-        return CacheLayout.of(parts.config).windows[parts.first : parts.first + len(parts.layers)]
+        return CacheLayout.of(parts.config)
     except UnsupportedLayers as error:
         raise NotReadable(str(error)) from error
+
+
+def windows_of(parts: ModelParts) -> tuple[int | None, ...]:
+    """The windows of the layers of parts, see :class:`CacheLayout`."""
+    return layout_of(parts).windows[parts.first : parts.first + len(parts.layers)]
 
 
 def runs(linears: tuple[Any, ...]) -> list[list[Any]]:

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from pipespec.models.compat import caches_latents
+from pipespec.models.compat import caches_latents, per_layer_configs
 from pipespec.models.properties import text_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -124,6 +124,11 @@ class CacheLayout(NamedTuple):
         recurrent = () if self.states is None else self.states.layers
         return tuple(i for i in range(len(self.windows)) if i not in recurrent and (self.own is None or self.own[i]))
 
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """Indices of the layers that read the keys and values of others."""
+        return () if self.own is None else tuple(i for i, own in enumerate(self.own) if own is None)
+
     def sizes(self, layer: int) -> LayerSizes:
         """The sizes of a layer of :attr:`attention`."""
         own = None if self.own is None else self.own[layer]
@@ -164,12 +169,16 @@ def _sizes(config: Any) -> tuple[int, int, int]:
 
 def _sizes_of_layers(config: Any) -> tuple[LayerSizes | None, ...] | None:
     """:attr:`CacheLayout.own`, as Gemma 4 has them."""
-    shares = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
-    if not getattr(config, "is_heterogeneous", False) and "reuse" not in shares:
+    try:
+        layers = per_layer_configs(config)
+    except NotImplementedError as error:
+        raise UnsupportedLayers(f"its {error}") from error
+    if layers is None:
         return None
+    shares = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
     return tuple(
         None if share == "reuse" else LayerSizes(*_sizes(of_layer))
-        for share, of_layer in zip(shares, config.per_layer_config, strict=True)
+        for share, of_layer in zip(shares, layers, strict=True)
     )
 
 

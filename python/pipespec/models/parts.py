@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from pipespec.models.per_layer import PerLayer
+
 
 class ModelParts(NamedTuple):
     """Parts of a model; None for a part that is elsewhere.
@@ -22,6 +24,7 @@ class ModelParts(NamedTuple):
         embed: token embedding.
         norm: last norm.
         head: language-model head.
+        per_layer: what makes inputs of each layer; None: there are none.
     """
 
     config: Any
@@ -31,6 +34,7 @@ class ModelParts(NamedTuple):
     embed: Any = None
     norm: Any = None
     head: Any = None
+    per_layer: PerLayer | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelParts:
@@ -39,12 +43,14 @@ class ModelParts(NamedTuple):
         layers = list(base.layers[: model.config.num_hidden_layers])
         # In LFM2 the last norm has the embedding's name.
         norm = base.norm if hasattr(base, "norm") else base.embedding_norm
-        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, norm, model.lm_head)
+        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, norm, model.lm_head, PerLayer.of(base))
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module under its name in the whole model."""
         named = {f"model.layers.{i}": layer for i, layer in enumerate(self.layers, self.first)}
         named |= {"model.embed_tokens": self.embed, "model.rotary_emb": self.rotary}
+        if self.per_layer is not None:
+            named |= {f"model.{name}": module for name, module in self.per_layer.modules().items()}
         for name, part in (named | {"model.norm": self.norm, "lm_head": self.head}).items():
             if part is not None:
                 yield from part.named_modules(prefix=name)
@@ -70,4 +76,7 @@ class ModelParts(NamedTuple):
         config.num_hidden_layers = len(self.layers)
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[self.first : self.first + len(self.layers)]
+        if shared := getattr(config, "num_kv_shared_layers", 0):
+            # The last layers of the model read keys of others. Such a model is not cut, but its first layers are compared alone.
+            config.num_kv_shared_layers = max(0, shared - (self.config.num_hidden_layers - len(self.layers)))
         return config
