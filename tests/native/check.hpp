@@ -56,6 +56,16 @@ inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
   return is_nightly() ? reduced : std::min(ci, reduced);
 }
 
+// Instructions or types of data, on which threads work in the same way: under ThreadSanitizer the
+// last of them alone, unless the tests are the nightly ones.
+template <class T>
+std::vector<T> kinds(std::vector<T> all) {
+#if defined(__SANITIZE_THREAD__)
+  if (!is_nightly()) all.erase(all.begin(), all.end() - 1);
+#endif
+  return all;
+}
+
 // Whether a check held; if it did not, says in which trial.
 inline bool in_trial(std::uint32_t trial, bool held) {
   if (!held) std::fprintf(stderr, "  trial %u\n", trial);

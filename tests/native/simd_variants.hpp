@@ -21,16 +21,11 @@ inline std::vector<std::string> simd_variants() {
   return names;
 }
 
-// Runs `test(name)` with each of them, then restores the instructions in use. Threads share work in
-// the same way with all of them: ThreadSanitizer sees one, unless the tests are the nightly ones.
+// Runs `test(name)` with each of them, then restores the instructions in use.
 template <class Test>
 void with_each_variant(Test test) {
   const std::string before = pipespec::cpu::simd();
-  std::vector<std::string> names = simd_variants();
-#if defined(__SANITIZE_THREAD__)
-  if (!check::is_nightly()) names.erase(names.begin(), names.end() - 1);
-#endif
-  for (const std::string& name : names) {
+  for (const std::string& name : check::kinds(simd_variants())) {
     pipespec::cpu::set_simd(name);
     test(name);
   }

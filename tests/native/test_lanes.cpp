@@ -97,7 +97,7 @@ std::string bytes(const fake::BlockMemory& memory) {
 // Random walks of a chain, in one block by one lane and in another by several.
 TEST(lanes_do_what_one_lane_does) {
   u32 rollbacks = 0, accepted = 0;
-  for (u32 seed = 0; seed < trials(3, 40); ++seed) {
+  for (u32 seed = 0; seed < trials(6, 40); ++seed) {
     Random random{seed};
     const u32 stages = 2 + seed % 3;
     fake::Truth truth;
