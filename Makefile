@@ -17,6 +17,8 @@ DEV := .venv/dev.stamp
 endif
 # Where the native modules and the C++ tests are built: one folder for both, so that each file is compiled once.
 export PIPESPEC_BUILD_DIR ?= $(CURDIR)/build/native$(if $(ENV),-$(notdir $(BIN:/bin=)))
+# ccache, where it is installed, knows a file that another clone has compiled.
+export CCACHE_BASEDIR ?= $(CURDIR)
 # Warnings are errors in an environment for development, and never in one for users.
 export PIPESPEC_WERROR ?= $(if $(ENV)$(shell test -e .venv/dev.stamp && echo yes),on,off)
 PY := $(BIN)/python

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,8 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,61 @@ def run(script: str, *arguments: object, given: str = "") -> str:
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return ran.stdout
+
+
+@contextmanager
+def served(folder: Path, *models: object) -> Iterator[str]:
+    """The address of a server."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pipespec.cli.main", "serve", "--port", "0", *map(str, models)]
+    with (
+        (folder / "log").open("w+") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path}) as server,
+    ):
+        try:
+            said = lambda: re.search(r"http://[\d.]+:\d+", (folder / "log").read_text())  # noqa: E731
+            until(lambda: said() or server.poll() is not None, "it serves")
+            found = said()
+            assert found, (folder / "log").read_text()
+            yield found[0]
+        finally:
+            server.terminate()
+
+
+def test_notebook() -> None:
+    out = run("notebook.py")
+    assert "return" in out
+    assert "tokens/s" in out
+
+
+def test_openai_client(tmp_path: Path) -> None:
+    with served(tmp_path) as url:
+        out = run("openai_client.py", url)
+    assert "return" in out
+    assert out.endswith("48 tokens\n")
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="needs the package langchain-openai")
+def test_langchain_chat(tmp_path: Path) -> None:
+    from tests.pipespec.gguf_files import tiny, write
+
+    write(tiny("qwen2"), tmp_path / "model.gguf")
+    with served(tmp_path, "--target", tmp_path / "model.gguf") as url:
+        assert len(run("langchain_chat.py", url)) > 1
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs the package lm-eval, with the extra hf")
+def test_lm_eval_tasks() -> None:
+    out = run("lm_eval_tasks.py")
+    assert "return" in out
+    assert "tokens/s" in out
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs the package trl")
+def test_trl_grpo() -> None:
+    out = run("trl_grpo.py")
+    assert "'train_loss'" in out
+    assert "tokens/s" in out
 
 
 def test_chat() -> None:
@@ -116,7 +174,7 @@ def test_ray_serve(tmp_path: Path) -> None:
 
 def test_every_script_has_a_test_and_a_row() -> None:
     scripts = [path.stem for path in (ROOT / "examples").glob("*.py")]
-    assert len(scripts) == 6
+    assert len(scripts) == 11
     assert all(f"test_{script}" in globals() for script in scripts)
     page = (ROOT / "examples" / "README.md").read_text()
     assert all(f"`{script}.py" in page for script in scripts)

@@ -9,11 +9,14 @@
 // stage that dies between publishing and waking leaves the others asleep up to their time limit.
 #pragma once
 
+#if defined(__linux__) && !defined(PIPESPEC_NO_FUTEX)
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
+#endif
+#include <time.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -21,6 +24,7 @@
 
 namespace pipespec {
 
+#if defined(__linux__) && !defined(PIPESPEC_NO_FUTEX)
 // Not FUTEX_PRIVATE_FLAG: waker and sleeper may be different processes.
 inline void futex_wake(std::uint32_t* word) {
   syscall(SYS_futex, word, FUTEX_WAKE, 1, nullptr, nullptr, 0);
@@ -30,6 +34,21 @@ inline void futex_wait(std::uint32_t* word, std::uint32_t value, std::int64_t ti
   const timespec timeout{timeout_ns / 1'000'000'000, timeout_ns % 1'000'000'000};
   syscall(SYS_futex, word, FUTEX_WAIT, value, &timeout, nullptr, 0);
 }
+#else
+// Without a futex a sleeper looks at its word again and again, less often the longer it sleeps.
+// Who wakes it has changed the word before.
+inline void futex_wake(std::uint32_t*) {}
+inline void futex_wait(std::uint32_t* word, std::uint32_t value, std::int64_t timeout_ns) {
+  constexpr std::int64_t kFirstNap = 10'000, kLongestNap = 500'000;
+  for (std::int64_t nap = kFirstNap;
+       timeout_ns > 0 && __atomic_load_n(word, __ATOMIC_SEQ_CST) == value;
+       nap = std::min(2 * nap, kLongestNap)) {
+    const timespec rest{0, std::min(nap, timeout_ns)};
+    nanosleep(&rest, nullptr);
+    timeout_ns -= rest.tv_nsec;
+  }
+}
+#endif
 
 class Bells {
  public:

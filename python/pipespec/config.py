@@ -25,6 +25,12 @@ from pipespec.registry import (
 ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
 
+WEIGHT_FORMATS = (
+    *("q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "iq4_xs", "mxfp4", "q3_k", "q2_k"),
+    "int8",
+)
+"""Values of ``weights=``: what :mod:`pipespec_kernels.formats` quantises to, and int8. Tests compare them with its table, which needs torch."""
+
 WIDTH = 64
 """Maximum number of tokens that one row feeds in one step. A stage that lacks more catches up in several steps."""
 

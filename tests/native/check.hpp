@@ -33,6 +33,14 @@ inline std::vector<Test>& tests() {
 
 inline std::atomic<int> failures{0};  // checks may run in several threads
 
+inline bool is_nightly() {
+  static const bool all = [] {
+    const char* profile = std::getenv("PIPESPEC_TESTS");
+    return profile != nullptr && std::string(profile) == "nightly";
+  }();
+  return all;
+}
+
 // How often a test repeats something: `ci` times, or `nightly` times where the environment variable
 // PIPESPEC_TESTS is "nightly" (as in tests/trials.py). Under a sanitizer every trial is slower, and
 // the number of trials is smaller by at most the same factor.
@@ -44,12 +52,18 @@ inline std::uint32_t trials(std::uint32_t ci, std::uint32_t nightly) {
 #else
   constexpr std::uint32_t kCost = 1;
 #endif
-  static const bool all = [] {
-    const char* profile = std::getenv("PIPESPEC_TESTS");
-    return profile != nullptr && std::string(profile) == "nightly";
-  }();
   const std::uint32_t reduced = std::max(nightly / kCost, 1u);
-  return all ? reduced : std::min(ci, reduced);
+  return is_nightly() ? reduced : std::min(ci, reduced);
+}
+
+// Instructions or types of data, on which threads work in the same way: under ThreadSanitizer the
+// last of them alone, unless the tests are the nightly ones.
+template <class T>
+std::vector<T> kinds(std::vector<T> all) {
+#if defined(__SANITIZE_THREAD__)
+  if (!is_nightly()) all.erase(all.begin(), all.end() - 1);
+#endif
+  return all;
 }
 
 // Whether a check held; if it did not, says in which trial.

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "check.hpp"
 #include "cpu/select.hpp"
 
 inline std::vector<std::string> simd_variants() {
@@ -24,7 +25,7 @@ inline std::vector<std::string> simd_variants() {
 template <class Test>
 void with_each_variant(Test test) {
   const std::string before = pipespec::cpu::simd();
-  for (const std::string& name : simd_variants()) {
+  for (const std::string& name : check::kinds(simd_variants())) {
     pipespec::cpu::set_simd(name);
     test(name);
   }

@@ -253,7 +253,7 @@ TEST(forwards_of_all_shapes_give_the_same_bits) {
       const Model model(bits);
       const Decoder decoder(kShape, model.layers, model.ends, kRoom, 2);
       CHECK_EQ(decoder.weight_bits(), bits);
-      for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      for (DType dtype : check::kinds<DType>({DType::kFloat32, DType::kBFloat16})) {
         const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1);
         for (float x : expected)
           if (!CHECK(std::isfinite(x))) return;
@@ -273,7 +273,7 @@ TEST(parts_give_the_same_bits_in_all_shapes) {
       const Model model(32, parts);
       const RecurrentWeights& recurrent = model.layers[0].recurrent;
       const Decoder decoder(kShape, model.layers, model.ends, kRoom, 3);
-      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+      for (const DType dtype : check::kinds<DType>({DType::kFloat32, DType::kBFloat16})) {
         const std::vector<float> expected = feed(decoder, kCapacity, 1, dtype, 1, recurrent);
         CHECK(std::all_of(expected.begin(), expected.end(),
                           [](float x) { return std::isfinite(x); }));
@@ -288,7 +288,8 @@ TEST(parts_give_the_same_bits_in_all_shapes) {
 // More columns than go through the layers at once, where those of a piece end between kept states.
 TEST(long_forwards_of_parts_give_the_same_bits) {
   constexpr int64_t kColumns = 400;
-  for (const Parts parts : {Parts::kExperts, Parts::kDelta, Parts::kConvolution}) {
+  for (const Parts parts :
+       check::kinds<Parts>({Parts::kExperts, Parts::kConvolution, Parts::kDelta})) {
     const Model model(16, parts);
     const RecurrentWeights& recurrent = model.layers[0].recurrent;
     const Decoder decoder(kShape, model.layers, model.ends, kRoom, 2);
@@ -303,7 +304,7 @@ TEST(spans_give_the_same_bits_on_any_threads) {
   const Model model(16);
   const Decoder decoder(kShape, model.layers, model.ends, kRoom, 4);
   with_each_variant([&](const std::string&) {
-    for (DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (DType dtype : check::kinds<DType>({DType::kFloat32, DType::kBFloat16})) {
       const std::vector<float> expected = feed(decoder, kColumns, kColumns, dtype, 1);
       for (float x : expected)
         if (!CHECK(std::isfinite(x))) return;

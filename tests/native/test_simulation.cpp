@@ -889,9 +889,9 @@ bool replay(u64 seed, Fault fault) {
 TEST(every_schedule_gives_the_text_of_the_target) {
   constexpr u64 kReport = 1'000'000;
 #if defined(PIPESPEC_OWN_FIBERS)
-  const u64 max_runs = trials(100'000, 10'000'000);
+  const u64 max_runs = trials(40'000, 10'000'000);
 #else  // ucontext, perhaps under a sanitizer
-  const u64 max_runs = trials(20'000, 1'000'000);
+  const u64 max_runs = trials(8'000, 1'000'000);
 #endif
   for (u64 seed = 0; seed < max_runs; ++seed) {
     if (!CHECK(simulation().run(seed))) {

@@ -21,9 +21,11 @@ from transformers import PreTrainedTokenizerFast
 from pipespec.api.text import TextStream
 from pipespec.cli import doctor
 from pipespec.cli.main import main
+from pipespec.config import WEIGHT_FORMATS
 from pipespec.demo import load_family
 from pipespec.demo import run as demo_run
 from pipespec.registry import SCHEDULES
+from pipespec_kernels.formats import QUANTIZERS
 from tests.conftest import noisy, random_llama
 from tests.support.texts import own_text
 from tests.trials import trials
@@ -104,7 +106,11 @@ def test_version_and_help_do_not_import_torch():
         ("generate --model m.gguf -n 3", "--model m.gguf -n 3; did you mean --target?"),
         ("generate model.gguf", "model.gguf; did you mean --target MODEL --prompt TEXT?"),
         ("chat model.gguf", "model.gguf; did you mean --target MODEL?"),
-        ("generate --frobnicate=3", "--frobnicate=3\n"),
+        ("generate --frobnicate=3", "--frobnicate=3 (`pipespec generate --help`"),
+        ("run model.gguf", "there is no command run; did you mean chat?"),
+        ("recomend --new-tokens 3", "there is no command recomend; did you mean recommend?"),
+        ("generate --weights q4_9", "--weights: 'q4_9' is none; the weight formats are q8_0, "),
+        ("generate --device gpu", "--device: 'gpu' is not a device; use cpu, "),
         ("generate --temperature -1", "--temperature: must be at least 0, not -1"),
         ("generate --temperature nan", "not nan"),
         ("generate --top-p 1.5", "--top-p: must be at least 0 and at most 1, not 1.5"),
@@ -118,7 +124,13 @@ def test_usage_errors(capsys, arguments, message):
     with pytest.raises(SystemExit) as end:
         main(arguments.split())
     assert end.value.code == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_weight_formats_of_the_command_line_are_those_of_the_kernels():
+    assert (*QUANTIZERS, "int8") == WEIGHT_FORMATS
 
 
 @pytest.mark.parametrize(
@@ -128,11 +140,24 @@ def test_usage_errors(capsys, arguments, message):
         ("generate --prompt hi --target /nowhere/m", "there is no folder /nowhere/m: a model is"),
         ("chat --target target --draft ngram --draft ./nowhere", "there is no folder ./nowhere"),
         ("chat --target a/name --tokenizer /nowhere/t", "there is no folder /nowhere/t"),
+        ("generate --prompt hi --target empty", "empty holds no model: there is no config.json in it"),
+        ("generate --prompt hi --target random", "random is no GGUF file: it does not begin with GGUF"),
+        ("doctor nowhere.gguf", "there is no file nowhere.gguf"),
+        ("recommend --target nowhere.gguf", "there is no file nowhere.gguf"),
+        ("recommend --prompts nowhere.txt", "--prompts 'nowhere.txt' is no file: it names a text file"),
+        ("generate --prompt hi --target some/model", "there is no folder some/model; as a name of the hub it was not"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named_before_torch_is_imported(arguments, message):
-    code = "import sys; from pipespec.cli.main import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    done = run_python(code, *arguments.split())
+def test_what_leads_nowhere_is_named_before_torch_is_imported(arguments, message, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "random").write_bytes(bytes(range(100)))
+    code = (
+        "import os, socket, sys; os.chdir(sys.argv[1]); from pipespec.cli.main import main\n"
+        "def getaddrinfo(*args): raise socket.gaierror(-2, 'Name or service not known')\n"
+        "socket.getaddrinfo = getaddrinfo; os.environ.pop('HF_HUB_OFFLINE', None)\n"
+        "assert main(sys.argv[2:]) == 2; assert 'torch' not in sys.modules"
+    )
+    done = run_python(code, str(tmp_path), *arguments.split())
     assert (done.returncode, message in done.stderr) == (0, True), done.stderr
 
 

@@ -1,5 +1,6 @@
 """Models out of GGUF files."""
 
+import hashlib
 import json
 import math
 import shutil
@@ -21,6 +22,7 @@ from pipespec.engine.forward import native_unsupported_reason
 from pipespec.models import description
 from pipespec.models.gguf import GgufFile
 from pipespec.models.gguf_tokenizer import gguf_tokenizer
+from pipespec.models.integrity import not_finite
 from pipespec.models.loading import load_config, load_model
 from pipespec.models.quantized import QuantizedEmbedding, QuantizedLinear, pages_released
 from pipespec.models.tokenizers import load_tokenizer
@@ -753,9 +755,32 @@ def test_doctor_describes_a_file_and_a_folder(tmp_path, capsys):
     assert (facts["a turn ends with"], facts["chat template"]) == ("<end>", "there")
     assert facts["runs on a CPU"] == "matrices stay in blocks, multiplied by the native form"
     assert main(["doctor", str(family_path("target"))]) == 0
-    assert "multiplied by the native form" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "multiplied by the native form" in said
+    digest = hashlib.sha256((family_path("target") / "model.safetensors").read_bytes()).hexdigest()
+    assert f"SHA-256           model.safetensors {digest}\n" in said
+    assert "all weights are finite" in said
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     assert main(["doctor", str(tmp_path / "m.gguf")]) == 2
+
+
+def test_doctor_names_tensors_that_are_not_finite(tmp_path, capsys):
+    write(tiny("qwen2"), tmp_path / "m.gguf")
+    tensors = GgufFile.open(tmp_path / "m.gguf").tensors
+    with (tmp_path / "m.gguf").open("r+b") as file:
+        for name, nan in [("blk.1.ffn_down.weight", b"\x00\x7e"), ("output_norm.weight", b"\x00\x00\x80\x7f")]:
+            file.seek(tensors[name].begin)
+            file.write(nan)
+    assert sorted(not_finite(tmp_path / "m.gguf")) == ["blk.1.ffn_down.weight", "output_norm.weight"]
+    assert main(["doctor", str(tmp_path / "m.gguf")]) == 1
+    assert "NOT FINITE in 2 tensors (" in capsys.readouterr().out
+
+    tiny("qwen2").save_pretrained(tmp_path / "whole")
+    assert not_finite(tmp_path / "whole") == []
+    broken = tiny("qwen2")
+    broken.model.norm.weight.data[3] = math.nan
+    broken.save_pretrained(tmp_path / "broken")
+    assert not_finite(tmp_path / "broken") == ["model.norm.weight"]
 
 
 def test_the_command_line_takes_another_tokenizer(tmp_path, capsys):

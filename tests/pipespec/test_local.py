@@ -343,9 +343,9 @@ def test_a_stopped_draft_is_given_up_by_the_next_call(rig, monkeypatch, large):
     assert alive(stopped)
     peers_of(rig.pipeline)[0].await_end()  # the other one does not answer
     with monkeypatch.context() as patch:
-        patch.setattr(local, "_FINISH_TIMEOUT_S", 0.1)
+        patch.setattr(local, "_STOPPED_TIMEOUT_S", 0.1)
         (message,) = rig.generate(1)
-    assert "draft stage 1 is lost (it does not answer for 0 s)" in message
+    assert "draft stage 1 is lost (a signal has stopped its process)" in message
     assert not alive(stopped)
     rig.check_recovered()
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pipespec.config import WEIGHT_FORMATS
 from pipespec.engine.inputs import first_capacity, stage_names, static_capacity
 from pipespec.errors import DoesNotFit, user_stacklevel
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes
 from pipespec.models.properties import compute_dtype, kv_dtype, quantisation, text_config
-from pipespec.models.quantized import NAMES
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str
@@ -98,8 +98,8 @@ def weights_of_each(weights: Weights, names: Sequence[str]) -> list[str | None]:
     for name in found:
         if name is not None and not isinstance(name, str):
             raise TypeError(f"weights: a weight format is a name, not {name!r}")
-        if name is not None and name not in NAMES:
-            raise ValueError(f"weights={name!r}: the weight formats are {', '.join(NAMES)}")
+        if name is not None and name not in WEIGHT_FORMATS:
+            raise ValueError(f"weights={name!r}: the weight formats are {', '.join(WEIGHT_FORMATS)}")
     return found
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipespec.cli.options import Subparsers
+from pipespec.cli.options import Subparsers, require_models
 from pipespec.demo import FAMILY, draft_module_path, family_path
 from pipespec.process.progress import working
 from pipespec.registry import SCHEDULES, Schedule, default_schedule
@@ -29,9 +29,12 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is installed and built, what pipespec will use, and what is wrong with it; or what a model is. Exit code 1 if pipespec cannot work, or a package is of a version that it does not support."""
+    """Print what is installed and built, what pipespec will use, and what is wrong with it; or what a model is, with the digests of its files. Exit code 1 if pipespec cannot work, a package is of a version that it does not support, or weights are not finite."""
     if args.model is not None:
-        return _print(_facts_of(args.model), args.json)
+        require_models(args.model)
+        facts, is_whole = _facts_of(args.model)
+        _print(facts, args.json)
+        return 0 if is_whole else 1
     with working("checking (imports torch and transformers)"):
         env = collect_env()
         env["pipeline_error"] = None
@@ -65,18 +68,17 @@ def run(args: argparse.Namespace) -> int:
     return 0 if usable else 1
 
 
-def _print(facts: dict[str, str], as_json: bool) -> int:
+def _print(facts: dict[str, str], as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts, indent=1))
-        return 0
+        return
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
-    return 0
 
 
-def _facts_of(model: str) -> dict[str, str]:
-    """What a model's files hold. Weights are not read, but for the norms of a GGUF file."""
+def _facts_of(model: str) -> tuple[dict[str, str], bool]:
+    """What a model's files hold, and whether all weights are finite: they are read once, for that and for their digests."""
     with working("reading the model's files (imports torch and transformers)"):
         import torch
         from transformers import GenerationConfig
@@ -85,6 +87,7 @@ def _facts_of(model: str) -> dict[str, str]:
         from pipespec.models.gguf import GgufFile
         from pipespec.models.gguf_config import architecture_of
         from pipespec.models.gguf_tokenizer import end_ids
+        from pipespec.models.integrity import digests, not_finite
         from pipespec.models.layout import CacheLayout, UnsupportedLayers
         from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes
         from pipespec.models.tokenizers import load_tokenizer
@@ -116,6 +119,14 @@ def _facts_of(model: str) -> dict[str, str]:
             )
             how = "are read as they are stored"
         bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    with working("reading the weights"):
+        broken = not_finite(path)
+        facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
+    facts["values"] = "all weights are finite"
+    if broken:
+        facts["values"] = (
+            f"NOT FINITE in {len(broken)} tensors ({', '.join(broken[:3])}): the file is damaged, get it again"
+        )
     facts["tokenizer"] = (
         f"{kind}{f', split as {split}' if split else ''}: {len(tokenizer)} tokens; {'begins a text with ' + tokenizer.bos_token if bos else 'no token before a text'}"
     )
@@ -131,7 +142,7 @@ def _facts_of(model: str) -> dict[str, str]:
         )
     except UnsupportedLayers as error:
         facts["memory"] = f"the weights; {error}"
-    return facts
+    return facts, not broken
 
 
 def _megabytes(files: Callable[[], dict[str, Path]]) -> dict[str, float] | str:

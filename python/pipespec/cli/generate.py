@@ -60,7 +60,7 @@ def add_generation(parser: argparse.ArgumentParser) -> None:
     option(parser, "lookahead", "N", positive, "draft tokens ahead of the next stage: one number for all drafts, or one per draft", nargs="+")
     flag(parser, "exact", "refuse a target whose bits depend on batch or drafts, in bfloat16 too")
     prompt = parser.add_mutually_exclusive_group()
-    option(prompt, "prompt", "TEXT", utf8, "default: standard input")
+    option(prompt, "prompt", "TEXT", utf8, "as it is: \\n is two characters; default: standard input")
     option(prompt, "prompt-file", "FILE", Path, "final line breaks are dropped")
     option(parser, "max-new-tokens", "N", positive, "default: %(default)s", default=128)
     sample = add_sampling(parser)

@@ -13,7 +13,8 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 from pipespec.cli import chat, demo, doctor, generate, recommend, serve
 from pipespec.cli.options import command_of
@@ -28,16 +29,33 @@ _MEANT = {"--model": "--target", "-m": "--target", "-p": "--prompt", "-f": "--pr
 _MEANT |= {"-n": "--max-new-tokens", "--n-predict": "--max-new-tokens", "--max-tokens": "--max-new-tokens"}
 _MEANT |= {"-md": "--draft", "--draft-model": "--draft", "--model-draft": "--draft", "--temp": "--temperature"}
 """Options of other programs, and ours."""
+_COMMANDS_MEANT = {
+    "run": "chat",
+    "complete": "generate",
+    "completion": "generate",
+    "cli": "chat",
+    "api": "serve",
+    "server": "serve",
+}
+"""Commands of other programs, and ours."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says an error in one line: the usage of a command has fourteen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (`{self.prog} --help` lists the options)\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command, and return the exit code. ``arguments``: the command line without the program's name; default: ``sys.argv``."""
     if sys.stderr is None:  # closed
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    parser = _parser()
+    parser, commands = _parser()
+    _refuse_command(parser, commands, sys.argv[1:] if arguments is None else arguments)
     args, unknown = parser.parse_known_args(arguments)
     if unknown and args.options:
-        _refuse(parser, unknown, args.options)
+        _refuse(args.refuse, unknown, args.options)
     if sys.stdout is None:
         say("error: standard output is closed")
         return 2
@@ -73,7 +91,18 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: list[str], options: Sequence[str]) -> None:
+def _refuse_command(parser: argparse.ArgumentParser, commands: Collection[str], arguments: Sequence[str]) -> None:
+    """End with an error where the first argument is the name of no command, and say what may have been meant."""
+    name = arguments[0] if arguments else "-"
+    if name.startswith("-") or name in commands:
+        return
+    meant = _COMMANDS_MEANT.get(name)
+    near = [meant] if meant else difflib.get_close_matches(name, commands, 1)
+    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(commands)}"
+    parser.error(f"there is no command {name}; {hint}")
+
+
+def _refuse(refuse: Callable[[str], NoReturn], unknown: list[str], options: Sequence[str]) -> None:
     """End with an error that names the arguments which no option took, and what may have been meant."""
     option = next((text for text in unknown if text.startswith("-")), "").partition("=")[0]
     meant = _MEANT.get(option, "")
@@ -81,11 +110,12 @@ def _refuse(parser: argparse.ArgumentParser, unknown: list[str], options: Sequen
     if not option and "--target" in options:
         near = ["--target MODEL", "--prompt TEXT"] if "--prompt" in options else ["--target MODEL"]
     hint = f"; did you mean {' '.join(near)}?" if near else ""
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    refuse(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """The parser, and the names of its commands."""
+    parser = _Parser(
         "pipespec", description="Lossless speculative decoding: smaller models draft, and the text is the target's own."
     )
     parser.add_argument("--version", action="version", version=f"pipespec {__version__}")
@@ -106,8 +136,8 @@ def _parser() -> argparse.ArgumentParser:
     for subcommand in filter(None, (generate, chat, serve, demo, recommend, training, doctor)):
         for command in subcommand.add_parser(commands):
             command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-            command.set_defaults(options=tuple(command._option_string_actions))
-    return parser
+            command.set_defaults(options=tuple(command._option_string_actions), refuse=command.error)
+    return parser, commands.choices
 
 
 if __name__ == "__main__":

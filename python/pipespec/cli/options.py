@@ -6,13 +6,17 @@ import argparse
 import io
 import math
 import os
+import re
+import socket
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pipespec.config import WEIGHT_FORMATS
 from pipespec.process.files import require_model
+from pipespec.process.progress import say
 from pipespec.registry import DRAFTS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,9 +57,9 @@ def add_models(parser: argparse.ArgumentParser) -> None:
            action="append", default=[])
     option(parser, "tokenizer", "PATH", str, "folder, hub name or GGUF file of the target's tokenizer (default: the target)")
     option(parser, "dtype", None, str, "default: as stored; float32 for the bundled family", choices=DTYPES)
-    option(parser, "device", "D", str, "cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; auto: GPUs by "
+    option(parser, "device", "D", device, "cpu, cuda or cuda:1: one for all or one per stage, drafts first; cuda:1+cuda:2: a stage split over both; auto: GPUs by "
            "free memory; default: cpu", nargs="+")
-    option(parser, "weights", "F", str, "weight format: q8_0, q4_k, int8 and others; one for all or one per stage, drafts first; keep: as it is", nargs="+")
+    option(parser, "weights", "F", weight_format, "weight format: q8_0, q4_k, int8 and others; one for all or one per stage, drafts first; keep: as it is", nargs="+")
     flag(parser, "trust-remote-code", "allow a model's own Python code to run")
 # fmt: on
 
@@ -66,13 +70,11 @@ def chosen_models(
     """Target, drafts and dtype by the options of :func:`add_models`. ``bundled``: names of the drafts where no target is given, and the bundled one is used.
 
     Raises:
-        FileNotFoundError: A path at which there is nothing: before torch is imported, which takes seconds.
-        ValueError: Drafts without a target. A draft that a name stands for needs none.
+        FileNotFoundError: :func:`require_models`.
+        ValueError: Likewise; drafts without a target. A draft that a name stands for needs none.
     """
     names = {row.name for row in DRAFTS}
-    for path in filter(None, (args.target, args.tokenizer, *args.draft)):
-        if path not in names:
-            require_model(path)
+    require_models(args.target, *(path for path in (args.tokenizer, *args.draft) if path not in names))
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
     if set(args.draft) - names:
@@ -80,6 +82,45 @@ def chosen_models(
     from pipespec.demo import family_path
 
     return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
+
+
+def require_models(target: str | None, *others: str | None) -> None:
+    """Refuse paths and hub names that lead nowhere, before torch is imported, which takes seconds. Without a network the hub's own retries are skipped.
+
+    Raises:
+        FileNotFoundError: Nothing is there, or a folder without a model; a hub name of which nothing was downloaded, and the hub cannot be reached.
+        ValueError: A file that is no GGUF file.
+    """
+    if target is not None and (folder := Path(target)).is_dir():
+        found = [path.name for path in folder.iterdir()]
+        if "config.json" not in found and not any(name.lower().endswith(".gguf") for name in found):
+            raise FileNotFoundError(f"{target} holds no model: there is no config.json in it")
+    for model in filter(None, (target, *others)):
+        require_model(model)
+        if not Path(model).exists():
+            _require_of_hub(model)
+
+
+def _require_of_hub(name: str) -> None:
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    if getproxies() or "HF_HUB_OFFLINE" in os.environ or host is None:
+        return  # a proxy knows names that this machine does not
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        # Before anything reads it.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        from huggingface_hub.constants import HF_HUB_CACHE
+        from huggingface_hub.file_download import repo_folder_name
+
+        if not (Path(HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")).exists():
+            raise FileNotFoundError(
+                f"there is no folder {name}; as a name of the hub it was not downloaded before, and {host} cannot be reached"
+            ) from None
+        say(f"{host} cannot be reached: {name} is what was downloaded before")
 
 
 def loading_options(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
@@ -109,6 +150,20 @@ def number(kind: Callable[[str], float], low: float, high: float = math.inf) -> 
 
 
 positive = number(int, 1)
+
+
+def weight_format(text: str) -> str:
+    """The type of an option whose value is a weight format."""
+    if text not in (*WEIGHT_FORMATS, "keep"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none; the weight formats are {', '.join(WEIGHT_FORMATS)}")
+    return text
+
+
+def device(text: str) -> str:
+    """The type of an option whose value is a device, or several with ``+`` between them. Whether they exist torch says later."""
+    if not re.fullmatch(r"auto|(cpu|cuda(:\d+)?)(\+(cpu|cuda(:\d+)?))*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use cpu, cuda, cuda:1, cuda:0+cuda:1 or auto")
+    return text
 
 
 def check_output(file: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text, require_text
+from pipespec.cli.options import DTYPES, Subparsers, flag, option, positive, read_text, require_models, require_text
 from pipespec.config import SpeculationConfig
 from pipespec.process.progress import aligned, quiet_transformers, say, working
 from pipespec.process.records import parse_json
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Run candidates for the drafts of a target on the CPU, one after the other: none, prompt lookup (ngram), each --draft, and pairs of them. The last line
     is code to copy."""
     target, drafts, dtype = args.target, [d for d in args.draft if d != _NGRAM], args.dtype or "auto"
+    require_models(target, *drafts)
     if target is None:
         from pipespec.demo import family_path
 
@@ -102,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """The first prompts of JSON lines: strings, or objects with ``prompt``, ``text``, ``question``, or ``turns``, of which the first counts. Any other file is one
     prompt."""
+    if not file.is_file():
+        raise FileNotFoundError(f"--prompts {str(file)!r} is no file: it names a text file, or JSON lines with prompts")
     text = read_text(file)
     if file.suffix != ".jsonl":
         return [text]

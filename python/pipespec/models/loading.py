@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -327,6 +328,8 @@ def readable(model: str | Path) -> Iterator[None]:
             detail = "its tensors have other shapes than its configuration says"
         elif isinstance(error, KeyError):
             detail = f"there is no {detail}"
+        if sys.flags.optimize > 1:
+            detail += " (transformers needs the docstrings that python -OO removes: use -O)"
         raise ValueError(f"{model} {what}: {detail}") from error
 
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.errors import mark_final, user_stacklevel
 from pipespec.models.properties import text_config
-from pipespec_kernels.formats import FORMATS, QUANTIZERS, QuantizedMatrix, WeightFormat, dequantize
+from pipespec_kernels.formats import FORMATS, QuantizedMatrix, WeightFormat, dequantize
 from pipespec_kernels.packed import PackedMatrix
 
 if TYPE_CHECKING:
@@ -32,9 +32,6 @@ FLOATS = "floats"
 
 INT8 = "int8"
 """As the weight format of a model: its matrices become :class:`Int8Linear`."""
-
-NAMES = (*QUANTIZERS, INT8)
-"""Values of ``weights=``."""
 
 _drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=False)
 

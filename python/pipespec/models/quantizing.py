@@ -62,7 +62,7 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
     Args:
         model: whole; is not changed.
-        name: one of :data:`pipespec.models.quantized.NAMES`.
+        name: one of :data:`pipespec.config.WEIGHT_FORMATS`.
 
     Raises:
         ValueError: it is quantised already or split, blocks fill the rows of none of its matrices, or one has weights that no block holds.

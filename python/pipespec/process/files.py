@@ -9,8 +9,19 @@ from pathlib import Path
 
 
 def require_model(model: str | Path) -> None:
-    """Raise ``FileNotFoundError`` if ``model`` is a path, and not a hub name, and nothing is there."""
+    """Refuse a path at which no model can be.
+
+    Raises:
+        FileNotFoundError: ``model`` is a path, and not a hub name, and nothing is there.
+        ValueError: A file that is no GGUF file is there.
+    """
     path, text = Path(model), str(model)
+    if path.is_file():
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(
+                    f"{model} is no GGUF file: it does not begin with GGUF (a model is such a file, a folder with config.json and safetensors, or a hub name)"
+                )
     if path.exists():
         return
     if path.suffix.lower() == ".gguf":

@@ -42,6 +42,9 @@ _EXIT_TIMEOUT_S = 5.0
 _FINISH_TIMEOUT_S = 10.0
 """A draft finishes its current forward when a call ends. One that needs longer than this counts as hung."""
 
+_STOPPED_TIMEOUT_S = 1.0
+"""One that a signal has stopped goes on within this time, or is lost: drafts are optional, and nobody may ever continue it."""
+
 _POLL_S = 0.4
 """Poll interval for liveness while waiting for a message. A fork of another thread may keep the connection of a dead process open."""
 
@@ -188,8 +191,9 @@ class LocalPeer(Peer):
                 raise
 
     def await_idle(self, deadline: float) -> bool:
-        """Wait until it has ended its last generation. Return False if it is lost, or has not answered at ``deadline``."""
+        """Wait until it has ended its last generation. Return False if it is lost, stays stopped, or has not answered at ``deadline``."""
         process, channel = self.process, self.channel
+        stopped_at = None
         if process is None or channel is None:
             return False
         try:
@@ -198,6 +202,10 @@ class LocalPeer(Peer):
                 if channel.poll(min(_POLL_S, left)):
                     self._receive()
                 elif left == 0 or process.poll() is not None:
+                    return False
+                elif not _is_stopped(process):
+                    stopped_at = None
+                elif (stopped_at := stopped_at or time.monotonic()) + _STOPPED_TIMEOUT_S < time.monotonic():
                     return False
         except Closed:
             with suppress(subprocess.TimeoutExpired):  # the kernel closes the files of a process shortly before its end
@@ -209,7 +217,8 @@ class LocalPeer(Peer):
     def prepare(self, deadline: float) -> None:
         """Before a call: wait until ``deadline`` for the end of the last one."""
         if self._is_ready and not self.await_idle(deadline) and self.process is not None:
-            self._lose(self.failure() or f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s")
+            silent = f"it does not answer for {_FINISH_TIMEOUT_S:.0f} s"
+            self._lose(self.failure() or ("a signal has stopped its process" if _is_stopped(self.process) else silent))
 
     def begin(self, call: Call) -> None:
         self._generation = call.generation
@@ -226,6 +235,13 @@ _REMEDIES = {
     errno.ENFILE: " (fs.file-max allows this machine no more)",
     errno.EAGAIN: " (`ulimit -u`, or the control group, allows no more processes)",
 }
+
+
+def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a signal such as SIGSTOP has stopped it. False in a fork of the caller, whose child it is not."""
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
 
 
 def _pickled(setup: Setup) -> bytes:
