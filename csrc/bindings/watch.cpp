@@ -144,6 +144,12 @@ void bind_watch(py::module_& m) {
           py::arg("address"), py::arg("bytes"), py::arg("stride"))
       .def("remember", &cpu::MemoryWatch::remember, py::arg("threads"),
            py::call_guard<py::gil_scoped_release>())
+      .def(
+          "remember_block",
+          [](cpu::MemoryWatch& watch, std::uintptr_t address, std::size_t bytes) {
+            watch.remember_block(reinterpret_cast<const void*>(address), bytes);
+          },
+          py::arg("address"), py::arg("bytes"))
       // With the lock of the interpreter: it is the one of the places that a check goes on at.
       .def_property_readonly("has_rest", &cpu::MemoryWatch::has_rest)
       .def("agree", &cpu::MemoryWatch::agree, py::arg("seconds"))

@@ -121,7 +121,7 @@ class QueryBlock {
     const int64_t base = span * kAttendSpan;
     const int64_t begin = larger(begins_[0] / kAttendChunk * kAttendChunk - base, 0);
     const int64_t end = smaller(rounded_up(ends_[count_ - 1] - base, 2 * kLanes), kAttendSpan);
-    const bool is_few = count_ <= kFewQueries && reads_storage<V, Steps>(task_.head_dim);
+    const bool is_few = count_ <= kUnpackedQueries && reads_storage<V, Steps>(task_.head_dim);
     for (int64_t at = begin; at < end; at += kAttendChunk) {
       const int64_t n = smaller(end - at, kAttendChunk);
       const Chunk next = at + n < end ? Chunk{task_.keys, task_.key_stride, base + at + n}
@@ -188,13 +188,29 @@ class QueryBlock {
   // The same straight from storage.
   void score_few(int64_t base, int64_t at, int64_t n, const Chunk& next) {
     const Rows rows = rows_of({task_.keys, task_.key_stride, base + at}, n, next);
-    multiply_few<V, Steps, true>(
-        {rows, task_.head_dim, queries_, padded_, scores_ + at, kAttendSpan, true}, count_);
+    each_few([&](int64_t q, int64_t count) {
+      multiply_few<V, Steps, true>({rows, task_.head_dim, queries_ + q * padded_, padded_,
+                                    scores_ + q * kAttendSpan + at, kAttendSpan, true},
+                                   count);
+    });
   }
   void weigh_few(int64_t base, int64_t at, int64_t n, bool fresh, const Chunk& next) {
     const Rows rows = rows_of({task_.values, task_.value_stride, base + at}, n, next);
-    multiply_few<V, Steps, false>(
-        {rows, task_.head_dim, weights(at), kAttendSpan, values_, padded_, fresh}, count_);
+    each_few([&](int64_t q, int64_t count) {
+      multiply_few<V, Steps, false>({rows, task_.head_dim, weights(at) + q * kAttendSpan,
+                                     kAttendSpan, values_ + q * padded_, padded_, fresh},
+                                    count);
+    });
+  }
+  // As often as their sums need registers. The rows are in the first-level cache after the first
+  // time.
+  template <class Multiply>
+  void each_few(const Multiply& multiply) const {
+    const int64_t times = (count_ + kFewQueries - 1) / kFewQueries;
+    for (int64_t i = 0; i < times; ++i) {
+      const int64_t first = count_ * i / times;
+      multiply(first, count_ * (i + 1) / times - first);
+    }
   }
   Rows rows_of(const Chunk& chunk, int64_t n, const Chunk& next) const {
     Rows rows;

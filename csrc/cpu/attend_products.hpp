@@ -134,8 +134,9 @@ void multiply(SmallProduct p, int64_t queries, int64_t vectors) {
 
 // ---- a few queries
 
-// Queries that read keys and values where they lie. For more of them packing pays.
-inline constexpr int kFewQueries = 8;
+// Queries whose sums are in registers, and those that read keys and values where they lie. For more
+// of them packing pays.
+inline constexpr int kFewQueries = 8, kUnpackedQueries = 3 * kFewQueries;
 
 // Rows of storage.
 struct Rows {
@@ -172,37 +173,59 @@ constexpr bool reads_storage(int64_t head_dim) {
 }
 
 // out[q, position] = the sum over the steps of queries a and keys.
+//
+// Where there are registers for it, two vectors of positions share what is read of the queries, and
+// as many sums again wait for their last product. Then their words are transposed into memory.
 template <class V, class Steps, int kQueries>
 void score_rows(const FewProduct& p) {
   using F = typename V::F;
   constexpr int64_t kLanes = V::kLanes, kBytes = kLanes * 4;
   constexpr int kParts = Steps::kWord / Steps::kStep;
+  constexpr int kVectors = V::kTileQueries * V::kTileVectors >= 2 * kFewQueries ? 2 : 1;
   const int64_t bytes = p.head_dim * Steps::Format::kBytes;
-  for (int64_t i = 0; i < p.rows.count; i += kLanes) {
-    F sums[kQueries];
+  alignas(64) float turned[kLanes][kVectors * kLanes];
+  for (int64_t i = 0; i < p.rows.count; i += kVectors * kLanes) {
+    F sums[kQueries][kVectors];
 #pragma GCC unroll 8
-    for (int q = 0; q < kQueries; ++q) sums[q] = V::broadcast(0.0f);
+    for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[q][v] = V::broadcast(0.0f);
     const float* a = p.a;
     for (int64_t at = 0; at < bytes; at += kBytes) {
-      typename V::I words[kLanes];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const unsigned char* const* const rows = p.rows.at + i + v * kLanes;
+        typename V::I words[kLanes];
 #pragma GCC unroll 16
-      for (int64_t l = 0; l < kLanes; ++l)
-        words[l] = V::bits_of(Float32::load(p.rows.at[i + l] + at));
-      V::transpose(words);
+        for (int64_t l = 0; l < kLanes; ++l) words[l] = V::bits_of(Float32::load(rows[l] + at));
+        V::transpose(words);
 #pragma GCC unroll 16
+        for (int64_t l = 0; l < kLanes; ++l)
+          V::store(turned[l] + v * kLanes, V::float_of(words[l]));
+      }
+#pragma GCC unroll 1
       for (int64_t l = 0; l < kLanes; ++l) {
-        F parts[kParts];
-        p.rows.ask(1);
-        Steps::split(words[l], parts);
+        p.rows.ask(kVectors);
+        F parts[kVectors][kParts];
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v)
+          Steps::split(V::bits_of(Float32::load(bytes_of(turned[l] + v * kLanes))), parts[v]);
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part, ++a)
 #pragma GCC unroll 8
-          for (int q = 0; q < kQueries; ++q)
-            sums[q] = Steps::dot(parts[part], Steps::spread(a + q * p.a_stride), sums[q]);
+          for (int q = 0; q < kQueries; ++q) {
+            const F x = Steps::spread(a + q * p.a_stride);
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; ++v)
+              sums[q][v] = Steps::dot(parts[v][part], x, sums[q][v]);
+          }
       }
     }
 #pragma GCC unroll 8
-    for (int q = 0; q < kQueries; ++q) V::store(p.out + q * p.out_stride + i, sums[q]);
+    for (int q = 0; q < kQueries; ++q)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v)
+        V::store(p.out + q * p.out_stride + i + v * kLanes, sums[q][v]);
   }
 }
 

@@ -17,6 +17,7 @@ constexpr std::size_t kAllAlways =
 constexpr std::size_t kBlock = 16 << 10;    // bytes of a block
 constexpr std::size_t kSamples = 256;       // samples of a unit
 constexpr std::size_t kAlways = 4;          // samples of a large range that each check reads
+constexpr std::size_t kFurther = 64;        // further ranges that each check reads
 constexpr std::size_t kPerUnit = 64;        // blocks of a unit of work
 constexpr std::size_t kAtATime = 4096;      // blocks of a part of the rest
 constexpr std::size_t kWorthThreads = 256;  // blocks from which on threads pay
@@ -92,6 +93,18 @@ void MemoryWatch::remember(int threads) {
         (*units)[j].digest = digest_of((*units)[j].range);
     });
   }
+}
+
+void MemoryWatch::remember_block(const void* data, std::size_t bytes) {
+  const Range range{static_cast<const unsigned char*>(data), bytes, 0};
+  if (further_ < kFurther) {
+    ++further_;
+    always_.push_back({range, digest_of(range)});
+    return;
+  }
+  blocks_.push_back({range, digest_of(range)});
+  // It stands behind the last block, in front of those that a round compares after that one.
+  if (left_ != 0) ++left_;
 }
 
 std::uint64_t MemoryWatch::digest_of(const Range& range) {

@@ -18,6 +18,10 @@ class MemoryWatch {
   // Reads all ranges, by up to `threads` threads. After the last add(), before the first agree().
   void remember(int threads);
 
+  // Reads a further range, of which no samples are compared. Some of the first ones are compared in
+  // every check, the others in turn.
+  void remember_block(const void* data, std::size_t bytes);
+
   // Begins a round: compares what every check compares, some samples and one block of what is
   // compared in turn, and more of it for about `seconds`, samples first, at most all.
   bool agree(double seconds);
@@ -46,6 +50,7 @@ class MemoryWatch {
 
   std::vector<Range> ranges_;
   std::vector<Unit> always_, samples_, blocks_;
+  std::size_t further_ = 0;  // ranges of remember_block() that every check compares
   std::size_t next_sample_ = 0, next_block_ = 0;
   std::size_t left_ = 0;  // blocks that the round has not compared
 };

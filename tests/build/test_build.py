@@ -256,7 +256,7 @@ def healthy() -> dict:
             "devices": [{"name": "H200", "capability": [9, 0]}],
             "device_error": None,
         },
-        "cpu": {"usable_cores": 4, "quota_cores": None},
+        "cpu": {"usable_cores": 4, "quota_cores": None, "huge_pages": "madvise"},
     }
 
 
@@ -294,3 +294,19 @@ def test_one_core_is_named() -> None:
     broken["torch"].update(cuda_available=False)
     broken["cpu"]["quota_cores"] = 0.5
     assert "Only one CPU core" in env.problems(broken)[0]
+
+
+@pytest.mark.parametrize(
+    ("modes", "mode", "count"),
+    [("always [madvise] never", "madvise", 0), ("always madvise [never]", "never", 1), (None, None, 0)],
+)
+def test_a_system_without_huge_pages_is_named(
+    modes: str | None, mode: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not say so, as where it is not Linux, nothing is said."""
+    monkeypatch.setattr(env, "_lines", lambda _: [] if modes is None else [modes])
+    found = healthy()
+    found["cpu"]["huge_pages"] = env._huge_pages()
+    assert found["cpu"]["huge_pages"] == mode
+    said = env.problems(found)
+    assert ["transparent_hugepage=madvise" in one for one in said] == [True] * count

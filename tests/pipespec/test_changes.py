@@ -398,6 +398,41 @@ def test_the_end_of_a_call_compares_every_value():
     assert sums.rest_agrees()  # nothing is left
 
 
+def test_of_an_embedding_the_rows_that_were_read_are_compared():
+    noise = torch.Generator().manual_seed(1)
+    table, rows = torch.randn((5000, 100), generator=noise), torch.randperm(5000, generator=noise)
+    sums = Checksums([table], table)
+    sums.read(torch.tensor([[-1, 5000]]))
+    for first in range(0, 400, 100):
+        assert sums.agree()  # more are read within a round
+        sums.read(rows[first : first + 100].view(10, 10))
+        assert sums.rest_agrees()
+    for at in (*rows[:3].tolist(), *rows[300:303].tolist(), *rows[397:400].tolist()):
+        kept = float(table[at, 17])
+        table.data[at, 17] = kept + 1
+        assert not (sums.agree() and sums.rest_agrees())
+        table.data[at, 17] = kept
+    table.data[rows[400:]] += 1
+    assert sums.agree()
+    assert sums.rest_agrees()
+
+
+@pytest.mark.filterwarnings("ignore::pipespec.StaleText")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_large_embedding_changes_between_calls(dtype):
+    """One call may be stale and says so. The next one reads the prompt again, though the prompt of the first one was kept."""
+    model, prompt = random_llama(3, hidden=256, vocabulary=8192, dtype=dtype), torch.arange(3000, 3060)[None]
+    with Pipeline(model, schedule="plain") as pipe:
+        before = pipe.generate(prompt, **GREEDY)
+        model.model.embed_tokens.weight.data[3050] *= -3
+        for _ in range(2):
+            found = pipe.generate(prompt, **GREEDY)
+    with Pipeline(model, schedule="plain") as fresh:
+        wanted = fresh.generate(prompt, **GREEDY)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(before, wanted)
+
+
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_draft_is_trained_after_calls_in_inference_mode(schedule):
     target = random_llama(3)

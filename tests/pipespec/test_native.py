@@ -570,14 +570,44 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
         assert torch.equal(logits, model(ids(1, 9)).logits)
 
 
-@pytest.mark.parametrize(("limit", "layers"), [(0.5, [1]), (0.0, [1, 3])])
-def test_the_whole_model_is_compared_closely_where_it_differs_roughly(monkeypatch, limit, layers):
-    compared, check = [], native._check
+@pytest.mark.parametrize(
+    ("count", "limit", "compared"),
+    [
+        (1, 0.5, [(0, 1)]),
+        (3, 0.5, [(0, 1)]),
+        (3, 0.0, [(0, 1), (1, 1), (2, 1)]),
+        (8, 0.0, [(0, 1), (3, 1), (7, 1)]),
+    ],
+)
+def test_layers_at_the_begin_in_the_middle_and_at_the_end_are_compared(monkeypatch, count, limit, compared):
+    """The first ones closely, with the first rows of the head, and the others where they differ roughly."""
+    found, check = [], native._check
+
+    def noted(model, form, given):
+        found.append((form.parts.first, form.decoder.num_layers))
+        check(model, form, given)
+
+    monkeypatch.setattr(native, "_check", noted)
     monkeypatch.setattr(native, "ROUGHLY", {torch.bfloat16: limit})
-    monkeypatch.setattr(native, "_check", lambda *of: (compared.append(of[1].decoder.num_layers), check(*of)))
-    model = make(num_hidden_layers=3, dtype=torch.bfloat16)
-    assert form_of(model) == "native"
-    assert compared == layers
+    monkeypatch.setattr(native, "HEAD_ROWS", 16)
+    assert form_of(make(num_hidden_layers=count, dtype=torch.bfloat16)) == "native"
+    assert found == compared
+
+
+@pytest.mark.parametrize("layer", [0, 3, 7])
+def test_a_layer_of_its_own_is_found(monkeypatch, layer):
+    """One that computes something else than its settings show."""
+    read = description.read
+
+    def without_factor(model):
+        found = read(model)
+        layers, first = list(found.layers), model.first if isinstance(model, ModelParts) else 0
+        if 0 <= (at := layer - first) < len(layers):
+            layers[at] = dataclasses.replace(layers[at], post_norm=layers[at].post_norm * 1.5)
+        return dataclasses.replace(found, layers=tuple(layers))
+
+    monkeypatch.setattr(description, "read", without_factor)
+    assert form_of(make(num_hidden_layers=8)).startswith("transformers: its ")
 
 
 def test_sections_are_packed_only_where_there_is_room_for_all(monkeypatch):
@@ -625,8 +655,11 @@ def test_sections_without_native_forms():
     assert {type(part._call).__name__ for part in parts} == {"LayerLoop"}
 
 
+@pytest.mark.parametrize("share", [native.MOVING, 1e6])
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_of_a_file_keep_their_values_ties_and_watch(tmp_path, tied):
+def test_weights_of_a_file_keep_their_values_ties_and_watch(tmp_path, monkeypatch, tied, share):
+    """Whether few of them or all have moved into huge pages."""
+    monkeypatch.setattr(native, "MOVING", share)
     kept = random_llama(3, hidden=256, vocabulary=8192, dtype=torch.bfloat16)
     kept.config.tie_word_embeddings = tied
     kept.tie_weights()

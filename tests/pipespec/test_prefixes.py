@@ -18,6 +18,7 @@ from pipespec.schedules.graphs.stage import GraphedStage
 from tests.conftest import left_pad, noisy, random_llama
 from tests.pipespec import heads
 from tests.pipespec.test_adapters import Lora, adapted
+from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make
 from tests.support.streamers import Recorder
 
 CHUNK = 16
@@ -139,6 +140,42 @@ def test_workers_keep_theirs(target):
         assert pipe.report is not None
         assert pipe.report.trace is not None
         assert pipe.report.trace["draft 0"]["prefill"].sum() < 30
+
+
+WINDOWED = ("mistral, window", "gemma2, mixed, caps")
+RECURRENT = ("qwen3_5, recurrent", "lfm2, recurrent")
+
+
+@pytest.mark.parametrize("cut", [21, 33, 45])
+@pytest.mark.parametrize("kind", [kind for kind in (*WINDOWED, *RECURRENT) if kind in TINY_MODELS])
+def test_a_prefix_ends_within_a_window_or_between_two_states(kind, cut):
+    """Keys and values of layers with a window are kept up to any token, states of recurrent layers at chunks only."""
+    model = make(kind)
+    pipe, fresh = (Pipeline(model, **PLAIN, prefix_cache=size) for size in (None, 0))
+    first, _ = said(pipe, tokens(60, 1) % VOCABULARY)
+    branch = longer(first[:, :cut], 2) % VOCABULARY
+    text, reused = said(pipe, branch)
+    assert reused == (cut if kind in WINDOWED else cut // CHUNK * CHUNK)
+    assert torch.equal(text, said(fresh, branch)[0])
+    # The branch has taken the cache of the first text, which goes on from what is left of it.
+    longest = longer(first, 3) % VOCABULARY
+    text, reused = said(pipe, longest)
+    assert reused >= cut // CHUNK * CHUNK
+    assert torch.equal(text, said(fresh, longest)[0])
+
+
+@pytest.mark.parametrize("count", [40, 44, 48, 52])
+def test_a_prefix_ends_at_the_limit_of_a_draft(target, count):
+    """A draft that was made for shorter texts than the target's goes on beyond its limit, and the text stays the target's."""
+    draft = noisy(target, 0.02)
+    draft.config.max_position_embeddings = 48
+    pipe, text = Pipeline(target, draft, **LOCKSTEP), tokens(count - 8, 1)
+    for turn in range(3):
+        wanted = said(Pipeline(target, **PLAIN), text)[0]
+        answer, reused = said(pipe, text)
+        assert torch.equal(answer, wanted)
+        assert reused == (text.shape[1] - 10 if turn else 0)
+        text = longer(answer, turn)
 
 
 def test_a_head_has_the_hidden_states_of_a_kept_prefix(tmp_path):

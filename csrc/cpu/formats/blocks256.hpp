@@ -71,20 +71,29 @@ struct Blocks256 {
   }
 };
 
+// The inner loops of these go through neighbours, so that compilers make vectors of them: packing
+// a file takes most of a first call otherwise.
+
 // Two bits of each of 256 codes, the same ones of 32 neighbours in one byte each.
 inline void read_two_bits(const unsigned char* from, uint8_t* codes) {
-  for (int i = 0; i < 256; ++i) codes[i] = from[i / 128 * 32 + i % 32] >> i / 32 % 4 * 2 & 3;
+  for (int half = 0; half < 2; ++half, from += 32)
+    for (int bit = 0; bit < 8; bit += 2, codes += 32)
+      for (int i = 0; i < 32; ++i) codes[i] = uint8_t(from[i] >> bit & 3);
 }
 
 inline void add_bit(const unsigned char* from, int to, uint8_t* codes) {
-  for (int i = 0; i < 256; ++i) codes[i] = uint8_t(codes[i] | (from[i % 32] >> i / 32 & 1) << to);
+  for (int bit = 0; bit < 8; ++bit, codes += 32)
+    for (int i = 0; i < 32; ++i) codes[i] = uint8_t(codes[i] | (from[i] >> bit & 1) << to);
 }
 
 // Four bits, in groups of which the first half is in the low ones.
-inline void read_nibbles(const unsigned char* from, int group, uint8_t* codes) {
-  const int half = group / 2;
-  for (int i = 0; i < 256; ++i)
-    codes[i] = from[i / group * half + i % half] >> i % group / half * 4 & 15;
+template <int kGroup>
+void read_nibbles(const unsigned char* from, uint8_t* codes) {
+  constexpr int kHalf = kGroup / 2;
+  for (int group = 0; group < 256; group += kGroup, from += kHalf, codes += kGroup) {
+    for (int i = 0; i < kHalf; ++i) codes[i] = uint8_t(from[i] & 15);
+    for (int i = 0; i < kHalf; ++i) codes[kHalf + i] = uint8_t(from[i] >> 4);
+  }
 }
 
 struct Q2_K : Blocks256<Plain<2, 0>, NibbleSubs> {
@@ -119,7 +128,7 @@ struct Q4_K : Blocks256<Plain<4, 0>, SixBitSubs> {
   static Fields read(const unsigned char* block, uint8_t* codes) {
     Fields fields{};
     memcpy(&fields, block, 16);
-    read_nibbles(block + 16, 64, codes);
+    read_nibbles<64>(block + 16, codes);
     return fields;
   }
 };
@@ -129,7 +138,7 @@ struct Q5_K : Blocks256<Plain<5, 0>, SixBitSubs> {
   static Fields read(const unsigned char* block, uint8_t* codes) {
     Fields fields{};
     memcpy(&fields, block, 16);
-    read_nibbles(block + 48, 64, codes);
+    read_nibbles<64>(block + 48, codes);
     add_bit(block + 16, 4, codes);
     return fields;
   }
@@ -142,7 +151,7 @@ struct Q6_K : Blocks256<Plain<6, 32>, SignedSubs<16>> {
     memcpy(fields.sub_scales, block + 192, 16);
     memcpy(&fields.scale, block + 208, 2);
     uint8_t high[256];
-    read_nibbles(block, 128, codes);
+    read_nibbles<128>(block, codes);
     read_two_bits(block + 128, high);
     for (int i = 0; i < 256; ++i) codes[i] = uint8_t(codes[i] | high[i] << 4);
     return fields;
@@ -157,7 +166,7 @@ struct IQ4_XS : Blocks256<Lookup<Iq4Values>, SignedSubs<32>> {
     for (int i = 0; i < 8; ++i)
       fields.sub_scales[i] = uint8_t(
           ((block[4 + i / 2] >> i % 2 * 4 & 15) | (block[2 + i / 4] >> i % 4 * 2 & 3) << 4) - 32);
-    read_nibbles(block + 8, 32, codes);
+    read_nibbles<32>(block + 8, codes);
     return fields;
   }
 };
@@ -171,7 +180,7 @@ struct Table256 : Blocks256<Lookup<Table>, SignedSubs<16>> {
     Fields fields{};
     memcpy(&fields.scale, block, 2);
     memcpy(fields.sub_scales, block + 2, 16);
-    read_nibbles(block + 18, 32, codes);
+    read_nibbles<32>(block + 18, codes);
     return fields;
   }
 };

@@ -67,6 +67,17 @@ struct FloatScale {
 // What comes before the codes: a scale, a scale and a minimum, or a scale for each half.
 enum class Head { kScale, kMinimum, kHalves };
 
+// Eight bits as the fifth ones of as many codes, all at once.
+inline void add_bits(uint8_t bits, uint8_t* codes) {
+  constexpr uint64_t kOnes = 0x0101010101010101;
+  // Byte i has bit i of `bits` alone, in its place.
+  const uint64_t places = bits * kOnes & 0x8040201008040201;
+  uint64_t words;
+  memcpy(&words, codes, 8);
+  words |= ((places + 0x7f * kOnes) >> 7 & kOnes) << 4;
+  memcpy(codes, &words, 8);
+}
+
 template <class Codes_, Head kHead, class Scale_ = HalfScale>
 struct Blocks32 {
   using Codes = Codes_;
@@ -94,18 +105,15 @@ struct Blocks32 {
     Fields fields{};
     memcpy(&fields, block, kNumbers * Scale::kBytes);
     block += kNumbers * Scale::kBytes;
-    uint32_t high = 0;
-    if constexpr (kBits == 5) {
-      memcpy(&high, block, 4);
-      block += 4;
-    }
+    const unsigned char* const high = block;
+    if constexpr (kBits == 5) block += 4;
     if constexpr (kBits == 8) {
       for (int i = 0; i < 32; ++i) codes[i] = uint8_t(block[i] + Codes::kOffset);
     } else {
       for (int i = 0; i < 16; ++i) codes[i] = block[i] & 15, codes[i + 16] = block[i] >> 4;
     }
     if constexpr (kBits == 5)
-      for (int i = 0; i < 32; ++i) codes[i] = uint8_t(codes[i] | (high >> i & 1) << 4);
+      for (int i = 0; i < 4; ++i) add_bits(high[i], codes + 8 * i);
     return fields;
   }
 

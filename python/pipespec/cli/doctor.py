@@ -186,6 +186,7 @@ def _doctor_rows(env: dict[str, Any]) -> Iterator[tuple[str, str]]:
         total, available = env["memory_bytes"] / 2**30, (env["memory_available_bytes"] or 0) / 2**30
         allowed = f", {limit / 2**30:.1f} allowed by the container" if (limit := env["memory_limit_bytes"]) else ""
         yield "memory", f"{total:.1f} GiB, {available:.1f} available{allowed}"
+    yield "huge pages", cpu["huge_pages"] or "unknown"
     yield "CUDA module", "not built" if not cuda["file"] else "broken" if cuda["error"] else cuda["file"]
     yield "GPUs", ", ".join(device["name"] for device in cuda["devices"]) or "none"
     for schedule, state in env["schedules"].items():

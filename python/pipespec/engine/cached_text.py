@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -468,6 +468,7 @@ class CachedText(ResumableText):
                 tokens = self._tokens_of(row, begin[row], begin[row] + q)
                 begin[row] += q
                 keep = int(logits is not None and begin[row] == to)
+                cast(NativeForm, self._form_of(cache)).note_tokens(tokens)
                 kept = forward_row(self.model, tokens, cache, row, keep)
                 if logits is not None and keep:
                     logits[row] = kept

@@ -7,12 +7,15 @@ cuts into parts, in bfloat16 either.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
@@ -49,6 +52,18 @@ SHARE = 0.01
 LONGEST = 0.02
 """Seconds that they may take, so that they do not delay the first token."""
 
+TABLE = 1 << 20
+"""Bytes from which on an embedding's rows are compared only once they were read. The others stay in their file."""
+
+MOVING = 0.1
+"""Share of the forwards' time in which weights move into huge pages, until all lie there. As much is lost in small pages."""
+
+MOVED = 32 << 20
+"""Bytes that move at a time."""
+
+HEAD_ROWS = 4096
+"""Rows of the head that are compared with the model's own module."""
+
 
 class Checksums:
     """Digests of all values of some tensors, for changes that leave no version: through ``.data``, numpy or DLPack, and those of inference tensors.
@@ -59,19 +74,36 @@ class Checksums:
 
     Args:
         tensors: on the CPU. Others are left out.
+        table: one of them, an embedding ``[vocabulary, hidden]``, of which :meth:`read` names the rows that are to be compared; None: there is none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], table: torch.Tensor | None = None) -> None:
         # They keep the memory.
         self._tensors = [tensor.detach() for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
         self._watch, self._credit = MemoryWatch(), 0.0
+        self._table = None if table is None else table.detach()
+        self._is_read = np.zeros(0 if table is None else len(table), dtype=bool)
         for tensor in self._tensors:
+            if self._table is not None and tensor.data_ptr() == self._table.data_ptr():
+                continue
             size = tensor.element_size()
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
             # One sample per row of a contiguous matrix, along a diagonal that wraps around.
             step = tensor.shape[-1] + 1 if tensor.ndim > 1 else 16
             self._watch.add(tensor.data_ptr(), span * size, step * size)
         self._watch.remember(torch.get_num_threads())
+
+    def read(self, tokens: torch.Tensor) -> None:
+        """Note that a forward reads the table's rows of ``tokens``, integers of any shape. Those outside of it are left out."""
+        if self._table is None:
+            return
+        ids = tokens.numpy().ravel()
+        ids = ids[(ids >= 0) & (ids < len(self._table))]
+        new = np.unique(ids[~self._is_read[ids]])
+        self._is_read[new] = True
+        size, stride = (n * self._table.element_size() for n in (self._table.shape[1], self._table.stride(0)))
+        for row in new.tolist():
+            self._watch.remember_block(self._table.data_ptr() + row * stride, size)
 
     def spend(self, seconds: float) -> None:
         """Note the time of a forward."""
@@ -146,7 +178,12 @@ class NativeForm(PartsForm):
             tensors[isinstance(module, (QuantizedEmbedding, QuantizedLinear))] += [
                 tensor for tensor in held if tensor is not None
             ]
-        self._checksums, self._of_blocks = Checksums(tensors[False]), Checksums(tensors[True])
+        self._checksums = Checksums(tensors[False], _table_of(parts) if watches else None)
+        self._of_blocks = Checksums(tensors[True])
+        self._small_pages: list[tuple[int, int]] = []
+        """Address and size of the weights that are to move into huge pages."""
+        self._room_to_move, self._time_to_move = 0, 0.0
+        self._moving = Lock()
         self._has_versions = not any(map(torch.Tensor.is_inference, tensors[False]))
         # Calls at the same time compare in one round. What one of them finds counts for all that run in this form.
         self._comparing, self._is_stale = Lock(), False
@@ -166,7 +203,10 @@ class NativeForm(PartsForm):
         # The identity has the weights' versions. The checksums notice changes that do not raise a version. Any change of an inference tensor is one.
         with self._comparing:
             if not self._is_stale:
-                is_current = self._checksums.agree() and self._of_blocks.agree()
+                is_current = self._checksums.agree()
+                # Comparing brings blocks into memory that lie in a file, and nothing else reads them.
+                with pages_released(self.parts):
+                    is_current = is_current and self._of_blocks.agree()
                 self._is_stale = not (is_current and (self._has_versions or self._checksums.rest_agrees()))
             return not self._is_stale
 
@@ -177,12 +217,55 @@ class NativeForm(PartsForm):
                 self._is_stale = not self._checksums.rest_agrees()
             return not self._is_stale
 
+    def note_tokens(self, tokens: torch.Tensor) -> None:
+        """Note that a forward, of this form or of the model's own modules, reads the embeddings of ``tokens``."""
+        self._checksums.read(tokens)
+
+    def move_weights(self, reserved: int) -> None:
+        """Let the weights that this form reads where the model has them move into huge pages, with all that refers to them, during its forwards.
+
+        A checkpoint of 16 bits lies in the small pages of its file. None of them are moved where the system has no huge pages, or the weights would take more
+        than half of the free memory: a forward of few columns takes up to a fifth longer then. Weights may not be written to during a forward.
+
+        Args:
+            reserved: bytes that will be allocated for other things.
+        """
+        total, free = host_memory()
+        weights = [
+            weight
+            # Of an embedding few rows are read, unless it is the head, too.
+            for weight in self.parts._replace(embed=None).parameters()
+            # The form may have copies of float32 matrices.
+            if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not self.nbytes)
+        ]
+        memory = {weight.data_ptr(): weight.nbytes for weight in weights if weight.is_contiguous()}
+        room = max(free // 2 - reserved, 0) if total else ANY
+        self._room_to_move = room if sum(memory.values()) <= room else 0
+        self._small_pages = [
+            (max(at, begin), min(at + MOVED, begin + size) - max(at, begin))
+            for begin, size in _joined(memory)
+            # Cut between huge pages.
+            for at in range(begin // MOVED * MOVED, begin + size, MOVED)
+        ]
+
+    def _move_some(self, seconds: float) -> None:
+        """Move weights for a share of the time that a forward took."""
+        self._time_to_move += MOVING * seconds
+        if not self._small_pages:
+            return
+        with self._moving.attempt() as is_held:
+            while is_held and self._small_pages and self._time_to_move > 0:
+                began, part = time.perf_counter(), self._small_pages.pop()
+                self._room_to_move -= use_huge_pages([part], self._room_to_move, torch.get_num_threads())
+                self._time_to_move -= time.perf_counter() - began
+
     def __call__(self, tokens: torch.Tensor, cache: RowCache, keep: int) -> torch.Tensor:
         began = time.perf_counter()
         features = cache.features
         if self._steps and (features is None or (isinstance(features, Features) and features.dtype in families.DTYPES)):
             storage, q = cache.open_storage(tokens.shape[1]), tokens.shape[1]
             taps = None if features is None else features.taps(storage[2], q, self.decoder.shape.hidden)
+            self.note_tokens(tokens)
             rope, states = self._rope(cache.capacity, max(storage[2], default=0) + q), cache.open_states()
             outputs = self.decoder.step(tokens, *storage, *rope, keep=keep, taps=taps, states=states)
             if isinstance(features, Features):
@@ -191,11 +274,14 @@ class NativeForm(PartsForm):
             cache.close()
         else:
             outputs = super().__call__(tokens, cache, keep)
+        seconds = time.perf_counter() - began
         for checksums in (self._checksums, self._of_blocks):
-            checksums.spend(time.perf_counter() - began)
+            checksums.spend(seconds)
+        self._move_some(seconds)
         return outputs
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.note_tokens(tokens)
         return self.decoder.embed(tokens)
 
     def run_layers(
@@ -270,10 +356,8 @@ def _in_halves(angles: torch.Tensor, size: int) -> torch.Tensor:
 
 
 ROUGHLY = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""By dtype, the largest root mean square difference of the logits of a whole model from its own, relative to theirs, that needs no closer look. Rounding grows
-from layer to layer: SmolLM2-135M in bfloat16 shows 0.02. A factor that the form lacks is far more."""
-
-ROUGH_COLUMNS = 6
+"""By dtype, the largest root mean square difference of what layers add from what the model's own add, relative to that, that needs no closer look. A factor that
+the form lacks is far more."""
 
 
 def _angles(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,9 +368,9 @@ def _angles(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> NativeForm:
     """Make the form of a model or of parts of one, and compare the outputs with those of the model's own modules.
 
-    Layers of one kind run the same code. So the first layers, up to the last kind, are compared as a model of their own, see :func:`check_outputs`, and
-    all of them roughly, in one forward: a first call does not wait for a whole model in a wider dtype. Only if they differ by more, all are compared as the
-    first ones are.
+    Layers of one kind run the same code. So the first layers, up to the last kind, are compared as a model of their own, whose head is the first rows of the
+    head, see :func:`check_outputs`, and as many layers in the middle and at the end roughly: a first call does not wait for a whole model in a wider dtype.
+    Sections that differ by more are compared as the first layers are.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.
@@ -299,39 +383,68 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
 
     with torch.inference_mode(), announced("reading the weights"):
         form = NativeForm(model, reserved)
-        parts, given = form.parts, probe_inputs(form.parts)
-        _into_huge_pages(form, reserved)
+        parts = form.parts
+        form.move_weights(reserved)
         if has_blocks(parts):
             with packed_copies_dropped(), pages_released(parts):
-                check_parts(form, given)
+                check_parts(form, probe_inputs(parts))
             return form
-        few = parts._replace(layers=parts.layers[: _layers_of_all_kinds(parts)])
-        if len(few.layers) < len(parts.layers):
-            _check(few, NativeForm(few, reserved, watches=False), given)
-            # A router that chooses another expert after rounding differs by more: then the whole model decides.
-            if _agrees_roughly(model, form, given[:1, :ROUGH_COLUMNS]):
-                return form
-        _check(model, form, given)
+        samples = _samples_of(parts)
+        if len(samples) == 1:
+            _check(model, form, probe_inputs(parts))
+            return form
+        for i, sample in enumerate(samples):
+            part, given = NativeForm(sample, reserved, watches=False), probe_inputs(sample)
+            if i == 0 or not _agrees_roughly(sample, part, given):
+                _check(sample, part, given)
         return form
 
 
-def _into_huge_pages(form: NativeForm, reserved: int) -> int:
-    """Move the weights that the form reads where the model has them into huge pages, with all that refers to them, and return how many bytes moved.
+def _samples_of(parts: ModelParts) -> list[ModelParts]:
+    """Parts that run all code of the given ones: layers of all kinds at the begin, with embedding and head, in the middle and at the end. Where these are
+    most layers, the given parts."""
+    kinds, count = _layers_of_all_kinds(parts), len(parts.layers)
+    # Layers that read what others keep, or inputs of their own, do not run alone.
+    depend = parts.per_layer is not None or getattr(parts.config, "num_kv_shared_layers", 0)
+    if depend or 2 * kinds >= count:
+        return [parts]
+    begin = parts._replace(layers=parts.layers[:kinds])
+    if type(parts.embed) is nn.Embedding and type(parts.head) is nn.Linear:
+        # With a last panel that is as wide as the whole head's.
+        rows = HEAD_ROWS + parts.head.out_features % 16
+        embed, head = nn.Embedding.from_pretrained(parts.embed.weight[:rows]), copy.copy(parts.head)
+        head._parameters = {
+            name: None if value is None else nn.Parameter(value[:rows], requires_grad=False)
+            for name, value in parts.head._parameters.items()
+        }
+        begin = begin._replace(embed=embed, head=head)
+    firsts = sorted({max(kinds, (count - kinds) // 2), count - kinds})
+    sections = (
+        parts._replace(layers=parts.layers[i : i + kinds], first=parts.first + i, embed=None, norm=None, head=None)
+        for i in firsts
+    )
+    return [begin, *sections]
 
-    A checkpoint of 16 bits lies in the small pages of its file. None are moved where the system has no huge pages, or the weights would take more than half of
-    the free memory: a forward of few columns takes a fifth longer then. Weights may not be written to meanwhile, as in any forward.
-    """
-    total, free = host_memory()
-    weights = [
-        weight
-        # Of an embedding few rows are read, unless it is the head, too.
-        for weight in form.parts._replace(embed=None, per_layer=None).parameters()
-        # The form may have copies of float32 matrices.
-        if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not form.nbytes)
-    ]
-    room = max(free // 2 - reserved, 0) if total else ANY
-    memory = [(weight.data_ptr(), weight.nbytes) for weight in weights if weight.is_contiguous()]
-    return int(use_huge_pages(memory, room, torch.get_num_threads()))
+
+def _table_of(parts: ModelParts) -> torch.Tensor | None:
+    """The embedding's weights where forwards read some of its rows alone."""
+    weight = None if parts.embed is None else parts.embed._parameters.get("weight")
+    if weight is None or weight.device.type != "cpu" or weight.nbytes < TABLE or weight.stride(1) != 1:
+        return None
+    others = parts._replace(embed=None).parameters()
+    return None if any(weight.data_ptr() == other.data_ptr() for other in others) else weight
+
+
+def _joined(memory: dict[int, int]) -> list[tuple[int, int]]:
+    """Ranges of memory, size by address, in their order; those that touch are one."""
+    found: list[tuple[int, int]] = []
+    for begin, size in sorted(memory.items()):
+        if found and begin <= sum(found[-1]):
+            first = found[-1][0]
+            found[-1] = first, max(sum(found[-1]), begin + size) - first
+        else:
+            found.append((begin, size))
+    return found
 
 
 def _own_outputs(model: PreTrainedModel | ModelParts, given: torch.Tensor) -> torch.Tensor:
@@ -347,11 +460,12 @@ def _check(model: PreTrainedModel | ModelParts, form: NativeForm, given: torch.T
     check_outputs(form.parts, given, own, probe(form, probe_cache(form.parts), given))
 
 
-def _agrees_roughly(model: PreTrainedModel | ModelParts, form: NativeForm, given: torch.Tensor) -> bool:
-    own = _own_outputs(model, given).float()
-    difference = form(given, probe_cache(form.parts, 1), given.shape[1]).float() - own
+def _agrees_roughly(section: ModelParts, form: NativeForm, given: torch.Tensor) -> bool:
+    """Compare layers of a section. ``given``: hidden states."""
+    added = _own_outputs(section, given).float() - given
+    difference = form(given, probe_cache(section), given.shape[1]).float() - given - added
     # Not a number compares false.
-    return bool(difference.norm() <= ROUGHLY[form.parts.dtype] * own.norm())
+    return bool(difference.norm() <= ROUGHLY[section.dtype] * added.norm())
 
 
 def _layers_of_all_kinds(parts: ModelParts) -> int:
