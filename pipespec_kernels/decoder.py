@@ -56,11 +56,13 @@ class PerLayerInputs(NamedTuple):
         embedding: ``[V or more, W]``, of which the first ``layers * P`` columns are those of the decoder's layers.
         matrix: ``[layers * P, H]``.
         norm: ``[P]``.
+        scale: float32 ``[layers * P]``, of a matrix in int8.
     """
 
     embedding: Tensor | QuantizedMatrix
     matrix: Tensor | QuantizedMatrix
     norm: Tensor
+    scale: Tensor | None = None
 
     def native(self, shape: DecoderShape, layers: int, at: Addresses) -> tuple[list[Address], int]:
         """What the native code takes. Raises ``ValueError`` for shapes that do not fit."""
@@ -71,7 +73,7 @@ class PerLayerInputs(NamedTuple):
             )
         found = [
             at("per_layer.embedding", self.embedding, (rows, width)),
-            at("per_layer.matrix", self.matrix, (layers * shape.per_layer, shape.hidden)),
+            at("per_layer.matrix", self.matrix, (layers * shape.per_layer, shape.hidden), self.scale),
             at("per_layer.norm", self.norm, (shape.per_layer,)),
         ]
         return found, width

@@ -82,15 +82,15 @@ void rotate_neighbours(float* x, const float* cos, const float* sin, int64_t dim
   }
 }
 
-// to[0 .. count) = scale * the first elements of row `id` of a matrix with rows of `width`.
-void read_row(const Weights& w, int64_t id, int64_t width, int64_t count, float scale, float* to) {
+// to[0 .. width) = scale * row `id` of a matrix.
+void read_row(const Weights& w, int64_t id, int64_t width, float scale, float* to) {
   if (!w.format) {
-    for (int64_t i = 0; i < count; ++i) to[i] = scale * value(w, id * width + i);
+    for (int64_t i = 0; i < width; ++i) to[i] = scale * value(w, id * width + i);
     return;
   }
   const FormatTraits& f = traits(*w.format);
-  f.row_values(static_cast<const unsigned char*>(w.data) + id * f.row_bytes(width), count, to);
-  for (int64_t i = 0; i < count; ++i) to[i] *= scale;
+  f.row_values(static_cast<const unsigned char*>(w.data) + id * f.row_bytes(width), width, to);
+  for (int64_t i = 0; i < width; ++i) to[i] *= scale;
 }
 
 void store(void* to, DType dtype, int64_t at, const float* from, int64_t count) {
@@ -562,9 +562,8 @@ struct Decoder::Job {
   // Of row m: norms of what the embedding gives, and the sums with the inputs' own embeddings.
   void finish_inputs(int64_t m, int64_t layers) const {
     const int64_t n = shape.per_layer;
-    float* const own = scratch().products.floats(layers * n);
-    decoder.embed_per_layer(tokens->at(m / read.columns, read.first + m % read.columns), layers * n,
-                            own);
+    float* const own = scratch().products.floats(decoder.per_layer_width_);
+    decoder.embed_per_layer(tokens->at(m / read.columns, read.first + m % read.columns), own);
     for (int64_t l = 0; l < layers; ++l) {
       float* const x = inputs + m * inputs_width() + l * per_layer_width();
       for (int64_t k = 0; k < n; ++k) x[k] *= shape.per_layer_in_scale;
@@ -927,12 +926,12 @@ void Decoder::embed_one(int64_t id, float* to) const {
         .lane_values(run.data + id / kPanel * run.panel_bytes, h, int(id % kPanel), to);
     for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
   } else {
-    read_row(embedding_, id, h, h, shape_.embedding_scale, to);
+    read_row(embedding_, id, h, shape_.embedding_scale, to);
   }
 }
 
-void Decoder::embed_per_layer(int64_t id, int64_t count, float* to) const {
-  read_row(per_layer_embedding_, id, per_layer_width_, count, shape_.per_layer_scale, to);
+void Decoder::embed_per_layer(int64_t id, float* to) const {
+  read_row(per_layer_embedding_, id, per_layer_width_, shape_.per_layer_scale, to);
 }
 
 void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,

@@ -232,8 +232,8 @@ class Decoder {
   // Throws as embed().
   void check(const Tokens& tokens, int64_t rows, int64_t columns) const;
   void embed_one(int64_t id, float* to) const;
-  // The first `count` per-layer inputs of a token's own.
-  void embed_per_layer(int64_t id, int64_t count, float* to) const;
+  // What a token gives to the per-layer inputs: [per_layer_width].
+  void embed_per_layer(int64_t id, float* to) const;
   // Layers and, with a head, the logits of the last `keep` columns, some columns at a time.
   void run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
                   bool has_head) const;
