@@ -172,7 +172,7 @@ struct Decoder::Job {
   const Matrix* adding = nullptr;
   Part read{};              // of the hidden states: those with per-layer inputs
   float* inputs = nullptr;  // [read, panels of the inputs of all layers]
-  int64_t spans = 0;  // of the longest row
+  int64_t spans = 0;        // of the longest row
 
   // Of the present round.
   Phase phase = Phase::kHead;
@@ -301,7 +301,8 @@ struct Decoder::Job {
   }
   int64_t qkv_width() const { return projection().panels() * kPanel; }
   int64_t attended_width() const {
-    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * layer->sizes.head_dim;
+    return layer->recurrent.is_used() ? layer->recurrent.outputs()
+                                      : shape.heads * layer->sizes.head_dim;
   }
   int64_t activated_width() const { return rounded(layer->sizes.intermediate, kPanel); }
 
@@ -479,7 +480,8 @@ struct Decoder::Job {
     task.scale = shape.scale;
     task.softcap = shape.softcap;
     if (!layer->sinks.empty()) task.sinks = layer->sinks.data() + head * group();
-    task.out = attended + (row * kept.columns + begin) * width + head * group() * layer->sizes.head_dim;
+    task.out =
+        attended + (row * kept.columns + begin) * width + head * group() * layer->sizes.head_dim;
     task.out_stride = width;
     task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(layer->sizes.head_dim));
     task.partials = nullptr;
@@ -493,7 +495,8 @@ struct Decoder::Job {
 
   // All columns of head number i of all rows, in spans.
   AttendTask whole_task(int64_t i) const {
-    AttendTask task = attend_task(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
+    AttendTask task =
+        attend_task(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
     task.partials = partials + i * partial_floats();
     task.spans = spans;
     return task;
@@ -595,7 +598,8 @@ struct Decoder::Job {
       const int64_t column = m % kept.columns + kept.first - read.first;
       const float* const own =
           inputs + (m / kept.columns * read.columns + column) * inputs_width() + of_layer;
-      for (int64_t k = first; k < first + p.panels * kPanel; ++k) activated[m * width + k] *= own[k];
+      for (int64_t k = first; k < first + p.panels * kPanel; ++k)
+        activated[m * width + k] *= own[k];
     }
   }
 
@@ -875,8 +879,9 @@ struct Decoder::Job {
     const LatentLayer& l = layer->latent;
     float* const values = workspace().values.floats(kept.count() * l.outputs());
     const std::function<void(int64_t)> work = [&](int64_t head) {
-      multiply_head(l.values[size_t(head)], attended + head * layer->sizes.head_dim, attended_width(),
-                    kept.count(), l.value_dim, values + head * l.value_dim, l.outputs());
+      multiply_head(l.values[size_t(head)], attended + head * layer->sizes.head_dim,
+                    attended_width(), kept.count(), l.value_dim, values + head * l.value_dim,
+                    l.outputs());
     };
     call = &work;
     run(Phase::kCall, shape.heads);
@@ -979,8 +984,8 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 
-void Decoder::step(const Tokens& tokens, const Stores& stores, const Columns& columns,
-                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps,
+void Decoder::step(const Tokens& tokens, const Stores& stores, const Columns& columns, int64_t keep,
+                   void* out, DType dtype, int threads, const Taps& taps,
                    const States* states) const {
   const int64_t count = columns.rows * columns.columns;
   if (count == 0) return;

@@ -133,9 +133,9 @@ struct LayerWeights {
   Weights v_norm;               // [head_dim], of the values of a head
   Weights per_layer_gate, per_layer_out, per_layer_norm;  // [P, H], [H, P], [H]
   Weights output_scale;                                   // [1], a factor of the layer's output
-  int64_t window = 0;           // last positions that a column sees, its own included; 0: all
-  bool adds_to_norm = false;    // the residual of a layer with side inputs is the normalised state
-  int64_t rope = 0;             // which of the rotations of Columns; -1: none
+  int64_t window = 0;         // last positions that a column sees, its own included; 0: all
+  bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
+  int64_t rope = 0;           // which of the rotations of Columns; -1: none
   HeadNorms head_norms = HeadNorms::kShared;
   int64_t keys_of = -1;  // the layer whose keys and values it reads; -1: its own
   std::optional<LayerSizes> sizes = {};

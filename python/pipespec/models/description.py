@@ -247,7 +247,8 @@ def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -
 def _per_layer(of: per_layer.PerLayer, layers: int) -> PerLayerInputs:
     """What makes the inputs of the first layers of a model."""
     rows = _of_rows(of.projection, ["matrix"], [layers * of.size])
-    return PerLayerInputs(matrix_of(of.embed), rows["matrix"], of.norm.weight.detach(), rows["matrix_scale"])
+    embedding: Any = matrix_of(of.embed)
+    return PerLayerInputs(embedding, rows["matrix"], of.norm.weight.detach(), rows["matrix_scale"])
 
 
 def _bias_of(module: Any) -> torch.Tensor | None:
@@ -275,7 +276,7 @@ def _layer_sizes(parts: ModelParts, family: Family) -> list[LayerSizes]:
     return [LayerSizes(*(own or largest for own, largest in zip(each, known.values(), strict=True))) for each in sizes]
 
 
-def _largest(sizes: Sequence[LayerSizes]) -> dict[str, int]:
+def _largest(sizes: Sequence[LayerSizes]) -> dict[str, Any]:
     """The largest of the sizes of layers, as a :class:`DecoderShape` has them; where there are no layers, or none says a size, 1."""
     found = {name: max((getattr(own, name) for own in sizes), default=0) for name in LayerSizes._fields}
     return {name: size or int(name != "rotary_dim") for name, size in found.items()}

@@ -249,6 +249,7 @@ def _leaves(module: nn.Module) -> set[str]:
 
 
 def _load(name: str, module: nn.Module, leaves: set[str], get: Callable[[str], torch.Tensor]) -> None:
+    held: dict[str, Any]
     for held in (module._parameters, module._buffers):
         for leaf in leaves & held.keys():
             held[leaf] = _loaded(f"{name}.{leaf}", get(leaf), held[leaf])
