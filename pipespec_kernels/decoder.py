@@ -56,11 +56,13 @@ class PerLayerInputs(NamedTuple):
         embedding: ``[V or more, W]``, of which the first ``layers * P`` columns are those of the decoder's layers.
         matrix: ``[layers * P, H]``.
         norm: ``[P]``.
+        scale: float32 ``[layers * P]``, of a matrix in int8.
     """
 
     embedding: Tensor | QuantizedMatrix
     matrix: Tensor | QuantizedMatrix
     norm: Tensor
+    scale: Tensor | None = None
 
     def native(self, shape: DecoderShape, layers: int, at: Addresses) -> tuple[list[Address], int]:
         """What the native code takes. Raises ``ValueError`` for shapes that do not fit."""
@@ -71,7 +73,7 @@ class PerLayerInputs(NamedTuple):
             )
         found = [
             at("per_layer.embedding", self.embedding, (rows, width)),
-            at("per_layer.matrix", self.matrix, (layers * shape.per_layer, shape.hidden)),
+            at("per_layer.matrix", self.matrix, (layers * shape.per_layer, shape.hidden), self.scale),
             at("per_layer.norm", self.norm, (shape.per_layer,)),
         ]
         return found, width
@@ -128,7 +130,7 @@ class NativeDecoder:
         shape.check()
         for i, layer in enumerate(layers):
             layer.check(f"layers[{i}]", shape)
-        sizes = _sizes_of(layers, shape)
+        _check_sizes(layers, shape)
         if (per_layer is None) != (shape.per_layer == 0):
             raise ValueError("per_layer makes the per-layer inputs that the shape has, and no others")
         if head is None and norm is not None:
@@ -140,9 +142,7 @@ class NativeDecoder:
         biases = [norm_bias, *(bias for layer in layers for bias in (layer.input_norm_bias, layer.post_norm_bias))]
         if shape.norm == "rms" and any(bias is not None for bias in biases):
             raise ValueError("an RMS norm has no bias")
-        seen = [index(window or 0) for window in windows or [0] * len(layers)]
-        if len(seen) != len(layers) or any(window < 0 for window in seen):
-            raise ValueError(f"windows must be positive, one per layer of {len(layers)}, got {windows}")
+        seen = _windows(windows, len(layers))
         self.shape = shape
         self.num_layers = len(layers)
         self.logits_dtype = head.dtype if isinstance(head, Tensor) and head_scale is None else torch.float32
@@ -151,31 +151,15 @@ class NativeDecoder:
         )
         self._addresses = at = Addresses()
         h, v = shape.hidden, shape.vocabulary
-        of_latent = h, shape.heads, shape.latent, shape.rotated
+        described = [
+            layer.native(f"layers[{i}]", shape, window, at)
+            for i, (layer, window) in enumerate(zip(layers, seen, strict=True))
+        ]
         more, width = ([(0,) * 5] * 3, 0) if per_layer is None else per_layer.native(shape, len(layers), at)
         self._native = _native.Decoder(
             *shape.native(),
-            [
-                [
-                    at(f"layers[{i}].{name}", getattr(layer, name), size, getattr(layer, f"{name}_scale", None))
-                    for name, size in layer.shapes(shape).items()
-                ]
-                for i, layer in enumerate(layers)
-            ],
-            [
-                (
-                    window,
-                    layer.adds_to_norm,
-                    -1 if layer.rope is None else layer.rope,
-                    layer.head_norms(shape),
-                    -1 if layer.keys_of is None else layer.keys_of,
-                    own,
-                    None if layer.experts is None else layer.experts.native(f"layers[{i}].experts", h, at),
-                    None if layer.recurrent is None else layer.recurrent.native(f"layers[{i}].recurrent", h, at),
-                    None if layer.latent is None else layer.latent.native(f"layers[{i}].latent", of_latent, at),
-                )
-                for i, (window, layer, own) in enumerate(zip(seen, layers, sizes, strict=True))
-            ],
+            [weights for weights, _ in described],
+            [rest for _, rest in described],
             [
                 at("embedding", self._embedding, (v, h)),
                 at("norm", norm, (h,)),
@@ -189,7 +173,7 @@ class NativeDecoder:
             num_threads(threads),
         )
         self._recurrent, self._state_sizes = sum(layer.recurrent is not None for layer in layers), _state_sizes(layers)
-        self._kinds = _kinds(layers, sizes, shape)
+        self._kinds = _kinds(layers, shape)
         self._has_embedding, self._has_head = embedding is not None, head is not None
         self._reads_side = [layer.side_norm is not None for layer in layers]
         self._rotations = max((layer.rope + 1 for layer in layers if layer.rope is not None), default=0)
@@ -391,8 +375,16 @@ def _tokens(tokens: Tensor) -> tuple[int, int, int, int]:
     return tokens.data_ptr(), size, row_stride, column_stride
 
 
-def _sizes_of(layers: Sequence[LayerWeights], shape: DecoderShape) -> list[LayerSizes]:
-    """The sizes of each layer. Raises ``ValueError`` for those that do not fit, and for keys of a layer that has no such ones."""
+def _windows(windows: Sequence[int | None] | None, count: int) -> list[int]:
+    """The window of each layer; 0: there is none."""
+    seen = [index(window or 0) for window in windows or [0] * count]
+    if len(seen) != count or any(window < 0 for window in seen):
+        raise ValueError(f"windows must be positive, one per layer of {count}, got {windows}")
+    return seen
+
+
+def _check_sizes(layers: Sequence[LayerWeights], shape: DecoderShape) -> None:
+    """Raise ``ValueError`` for sizes of layers that do not fit, and for keys of a layer that has no such ones."""
     found = [layer.sizes or shape.layer_sizes for layer in layers]
     for i, (layer, own) in enumerate(zip(layers, found, strict=True)):
         own.check(f"layers[{i}]", shape.heads)
@@ -405,15 +397,12 @@ def _sizes_of(layers: Sequence[LayerWeights], shape: DecoderShape) -> list[Layer
             raise ValueError(
                 f"layers[{i}] reads the keys of layer {of}, which must come before it and store keys of its size"
             )
-    return found
 
 
-def _kinds(
-    layers: Sequence[LayerWeights], sizes: Sequence[LayerSizes], shape: DecoderShape
-) -> dict[tuple[int, int], int]:
+def _kinds(layers: Sequence[LayerWeights], shape: DecoderShape) -> dict[tuple[int, int], int]:
     """By heads and size of keys, the number of layers that store such ones. A decoder without any takes empty tensors."""
     stored = [
-        own[1:3] for layer, own in zip(layers, sizes, strict=True) if layer.recurrent is None and layer.keys_of is None
+        (layer.sizes or shape.layer_sizes)[1:3] for layer in layers if layer.recurrent is None and layer.keys_of is None
     ]
     return Counter(stored) or {(shape.kv_heads, shape.head_dim): 0}
 

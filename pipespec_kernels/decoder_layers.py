@@ -306,6 +306,28 @@ class LayerWeights:
         found = matrices | biases | norms
         return {f.name: found[f.name] for f in fields(LayerWeights) if f.name in found}
 
+    def native(
+        self, name: str, shape: DecoderShape, window: int, at: Addresses
+    ) -> tuple[list[Address], tuple[Any, ...]]:
+        """The addresses of the weights, and what else the native code takes. ``window``: last positions that a column sees; 0: all."""
+        h = shape.hidden
+        weights = [
+            at(f"{name}.{each}", getattr(self, each), size, getattr(self, f"{each}_scale", None))
+            for each, size in self.shapes(shape).items()
+        ]
+        of_latent = h, shape.heads, shape.latent, shape.rotated
+        return weights, (
+            window,
+            self.adds_to_norm,
+            -1 if self.rope is None else self.rope,
+            self.head_norms(shape),
+            -1 if self.keys_of is None else self.keys_of,
+            self.sizes or shape.layer_sizes,
+            None if self.experts is None else self.experts.native(f"{name}.experts", h, at),
+            None if self.recurrent is None else self.recurrent.native(f"{name}.recurrent", h, at),
+            None if self.latent is None else self.latent.native(f"{name}.latent", of_latent, at),
+        )
+
 
 Address = tuple[int, int, int, int, int]
 """Of a weight: its address, its type, the addresses of its scales and of the order of its rows, and how many rows there are to choose from."""

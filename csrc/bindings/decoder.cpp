@@ -167,8 +167,8 @@ cpu::LatentWeights latent(const LatentAt& at) {
   return w;
 }
 
-// Of a layer: window, adds_to_norm, rope, head_norms, the layer whose keys it reads, sizes, experts,
-// what is recurrent, latents.
+// Of a layer: window, adds_to_norm, rope, head_norms, the layer whose keys it reads, sizes,
+// experts, what is recurrent, latents.
 using LayerKind =
     std::tuple<std::int64_t, bool, std::int64_t, int, std::int64_t, std::array<std::int64_t, 4>,
                std::optional<ExpertsAt>, std::optional<RecurrentAt>, std::optional<LatentAt>>;

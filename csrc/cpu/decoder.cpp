@@ -82,15 +82,15 @@ void rotate_neighbours(float* x, const float* cos, const float* sin, int64_t dim
   }
 }
 
-// to[0 .. count) = scale * the first elements of row `id` of a matrix with rows of `width`.
-void read_row(const Weights& w, int64_t id, int64_t width, int64_t count, float scale, float* to) {
+// to[0 .. width) = scale * row `id` of a matrix.
+void read_row(const Weights& w, int64_t id, int64_t width, float scale, float* to) {
   if (!w.format) {
-    for (int64_t i = 0; i < count; ++i) to[i] = scale * value(w, id * width + i);
+    for (int64_t i = 0; i < width; ++i) to[i] = scale * value(w, id * width + i);
     return;
   }
   const FormatTraits& f = traits(*w.format);
-  f.row_values(static_cast<const unsigned char*>(w.data) + id * f.row_bytes(width), count, to);
-  for (int64_t i = 0; i < count; ++i) to[i] *= scale;
+  f.row_values(static_cast<const unsigned char*>(w.data) + id * f.row_bytes(width), width, to);
+  for (int64_t i = 0; i < width; ++i) to[i] *= scale;
 }
 
 void store(void* to, DType dtype, int64_t at, const float* from, int64_t count) {
@@ -172,7 +172,7 @@ struct Decoder::Job {
   const Matrix* adding = nullptr;
   Part read{};              // of the hidden states: those with per-layer inputs
   float* inputs = nullptr;  // [read, panels of the inputs of all layers]
-  int64_t spans = 0;  // of the longest row
+  int64_t spans = 0;        // of the longest row
 
   // Of the present round.
   Phase phase = Phase::kHead;
@@ -301,7 +301,8 @@ struct Decoder::Job {
   }
   int64_t qkv_width() const { return projection().panels() * kPanel; }
   int64_t attended_width() const {
-    return layer->recurrent.is_used() ? layer->recurrent.outputs() : shape.heads * layer->sizes.head_dim;
+    return layer->recurrent.is_used() ? layer->recurrent.outputs()
+                                      : shape.heads * layer->sizes.head_dim;
   }
   int64_t activated_width() const { return rounded(layer->sizes.intermediate, kPanel); }
 
@@ -479,7 +480,8 @@ struct Decoder::Job {
     task.scale = shape.scale;
     task.softcap = shape.softcap;
     if (!layer->sinks.empty()) task.sinks = layer->sinks.data() + head * group();
-    task.out = attended + (row * kept.columns + begin) * width + head * group() * layer->sizes.head_dim;
+    task.out =
+        attended + (row * kept.columns + begin) * width + head * group() * layer->sizes.head_dim;
     task.out_stride = width;
     task.scratch = scratch().scores.floats(attend_kernels().scratch_floats(layer->sizes.head_dim));
     task.partials = nullptr;
@@ -493,7 +495,8 @@ struct Decoder::Job {
 
   // All columns of head number i of all rows, in spans.
   AttendTask whole_task(int64_t i) const {
-    AttendTask task = attend_task(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
+    AttendTask task =
+        attend_task(i / layer->sizes.kv_heads, i % layer->sizes.kv_heads, 0, kept.columns);
     task.partials = partials + i * partial_floats();
     task.spans = spans;
     return task;
@@ -562,9 +565,8 @@ struct Decoder::Job {
   // Of row m: norms of what the embedding gives, and the sums with the inputs' own embeddings.
   void finish_inputs(int64_t m, int64_t layers) const {
     const int64_t n = shape.per_layer;
-    float* const own = scratch().products.floats(layers * n);
-    decoder.embed_per_layer(tokens->at(m / read.columns, read.first + m % read.columns), layers * n,
-                            own);
+    float* const own = scratch().products.floats(decoder.per_layer_width_);
+    decoder.embed_per_layer(tokens->at(m / read.columns, read.first + m % read.columns), own);
     for (int64_t l = 0; l < layers; ++l) {
       float* const x = inputs + m * inputs_width() + l * per_layer_width();
       for (int64_t k = 0; k < n; ++k) x[k] *= shape.per_layer_in_scale;
@@ -596,7 +598,8 @@ struct Decoder::Job {
       const int64_t column = m % kept.columns + kept.first - read.first;
       const float* const own =
           inputs + (m / kept.columns * read.columns + column) * inputs_width() + of_layer;
-      for (int64_t k = first; k < first + p.panels * kPanel; ++k) activated[m * width + k] *= own[k];
+      for (int64_t k = first; k < first + p.panels * kPanel; ++k)
+        activated[m * width + k] *= own[k];
     }
   }
 
@@ -876,8 +879,9 @@ struct Decoder::Job {
     const LatentLayer& l = layer->latent;
     float* const values = workspace().values.floats(kept.count() * l.outputs());
     const std::function<void(int64_t)> work = [&](int64_t head) {
-      multiply_head(l.values[size_t(head)], attended + head * layer->sizes.head_dim, attended_width(),
-                    kept.count(), l.value_dim, values + head * l.value_dim, l.outputs());
+      multiply_head(l.values[size_t(head)], attended + head * layer->sizes.head_dim,
+                    attended_width(), kept.count(), l.value_dim, values + head * l.value_dim,
+                    l.outputs());
     };
     call = &work;
     run(Phase::kCall, shape.heads);
@@ -927,12 +931,12 @@ void Decoder::embed_one(int64_t id, float* to) const {
         .lane_values(run.data + id / kPanel * run.panel_bytes, h, int(id % kPanel), to);
     for (int64_t i = 0; i < h; ++i) to[i] *= shape_.embedding_scale;
   } else {
-    read_row(embedding_, id, h, h, shape_.embedding_scale, to);
+    read_row(embedding_, id, h, shape_.embedding_scale, to);
   }
 }
 
-void Decoder::embed_per_layer(int64_t id, int64_t count, float* to) const {
-  read_row(per_layer_embedding_, id, per_layer_width_, count, shape_.per_layer_scale, to);
+void Decoder::embed_per_layer(int64_t id, float* to) const {
+  read_row(per_layer_embedding_, id, per_layer_width_, shape_.per_layer_scale, to);
 }
 
 void Decoder::run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
@@ -980,8 +984,8 @@ void Decoder::logits(const float* hidden, int64_t count, void* out, DType dtype,
   job.run(Job::Phase::kLogits, job.kept, packed_->head, inputs);
 }
 
-void Decoder::step(const Tokens& tokens, const Stores& stores, const Columns& columns,
-                   int64_t keep, void* out, DType dtype, int threads, const Taps& taps,
+void Decoder::step(const Tokens& tokens, const Stores& stores, const Columns& columns, int64_t keep,
+                   void* out, DType dtype, int threads, const Taps& taps,
                    const States* states) const {
   const int64_t count = columns.rows * columns.columns;
   if (count == 0) return;

@@ -133,9 +133,9 @@ struct LayerWeights {
   Weights v_norm;               // [head_dim], of the values of a head
   Weights per_layer_gate, per_layer_out, per_layer_norm;  // [P, H], [H, P], [H]
   Weights output_scale;                                   // [1], a factor of the layer's output
-  int64_t window = 0;           // last positions that a column sees, its own included; 0: all
-  bool adds_to_norm = false;    // the residual of a layer with side inputs is the normalised state
-  int64_t rope = 0;             // which of the rotations of Columns; -1: none
+  int64_t window = 0;         // last positions that a column sees, its own included; 0: all
+  bool adds_to_norm = false;  // the residual of a layer with side inputs is the normalised state
+  int64_t rope = 0;           // which of the rotations of Columns; -1: none
   HeadNorms head_norms = HeadNorms::kShared;
   int64_t keys_of = -1;  // the layer whose keys and values it reads; -1: its own
   std::optional<LayerSizes> sizes = {};
@@ -232,8 +232,8 @@ class Decoder {
   // Throws as embed().
   void check(const Tokens& tokens, int64_t rows, int64_t columns) const;
   void embed_one(int64_t id, float* to) const;
-  // The first `count` per-layer inputs of a token's own.
-  void embed_per_layer(int64_t id, int64_t count, float* to) const;
+  // What a token gives to the per-layer inputs: [per_layer_width].
+  void embed_per_layer(int64_t id, float* to) const;
   // Layers and, with a head, the logits of the last `keep` columns, some columns at a time.
   void run_pieces(Job& job, const Columns& columns, int64_t keep, int64_t begin, int64_t end,
                   bool has_head) const;

@@ -25,10 +25,7 @@ from pipespec.registry import (
 ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
 
-WEIGHT_FORMATS = (
-    *("q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "iq4_xs", "mxfp4", "q3_k", "q2_k"),
-    "int8",
-)
+WEIGHT_FORMATS = ("q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "iq4_xs", "mxfp4", "q3_k", "q2_k", "int8")  # fmt: skip
 """Values of ``weights=``: what :mod:`pipespec_kernels.formats` quantises to, and int8. Tests compare them with its table, which needs torch."""
 
 WIDTH = 64

@@ -1,4 +1,4 @@
-"""Experts and recurrent parts of the native decoder: what does not fit is named before the native code reads it."""
+"""Experts, recurrent parts and layers of several sizes of the native decoder: what does not fit is named before the native code reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipespec_kernels.decoder import DecoderShape, LayerWeights, NativeDecoder
+from pipespec_kernels.decoder import DecoderShape, LayerSizes, LayerWeights, NativeDecoder, PerLayerInputs
 from pipespec_kernels.experts import Experts, Routing
 from pipespec_kernels.recurrent import Recurrent, States
 
@@ -69,7 +69,31 @@ def states(channels: int = 16, taps: int = 3, heads: int = 2, rows: int = ROWS, 
     return States(inputs, held, places or [list(range(COLUMNS + 1))] * ROWS)
 
 
-def step(*layers: dict[str, Any], held: States | None = None, shape: DecoderShape = SHAPE) -> Tensor:
+PLAIN = ATTENTION | FEED_FORWARD
+READER = PLAIN | {"k": None, "v": None, "keys_of": 1}
+RECURRENT = FEED_FORWARD | {"recurrent": delta_net()}
+OTHER = LayerSizes(24, 1, 16, 8)
+WIDE = PLAIN | {
+    "sizes": OTHER,
+    "q": torch.ones(32, HIDDEN),
+    "k": torch.ones(16, HIDDEN),
+    "v": torch.ones(16, HIDDEN),
+    "o": torch.ones(HIDDEN, 32),
+}
+INPUTS = dataclasses.replace(SHAPE, per_layer=4)
+OWN = {"per_layer_gate": torch.ones(4, HIDDEN), "per_layer_out": torch.ones(HIDDEN, 4)}
+
+
+def own_inputs(width: int = 4, rows: int = 4) -> PerLayerInputs:
+    return PerLayerInputs(torch.randn(SHAPE.vocabulary, width), torch.randn(rows, HIDDEN), torch.ones(4))
+
+
+def step(
+    *layers: dict[str, Any],
+    held: States | None = None,
+    shape: DecoderShape = SHAPE,
+    per_layer: PerLayerInputs | None = None,
+) -> Tensor:
     embedding = torch.randn(shape.vocabulary, HIDDEN)
     decoder = NativeDecoder(
         shape,
@@ -77,6 +101,7 @@ def step(*layers: dict[str, Any], held: States | None = None, shape: DecoderShap
         embedding=embedding,
         norm=torch.ones(HIDDEN),
         head=embedding,
+        per_layer=per_layer,
     )
     keys = torch.zeros(sum("recurrent" not in layer for layer in layers), ROWS, 1, 16, 8)
     angles, tokens = torch.ones(16, 8), torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS)
@@ -132,6 +157,19 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
         "states of the same sizes",
         lambda: step(*(FEED_FORWARD | {"recurrent": short_convolution(n)} for n in (16, 32)), held=states()),
     ),
+    ("reads the keys of layer 0, which must come", lambda: step(READER | {"keys_of": 0})),
+    ("reads the keys of layer 1, which must come", lambda: step(PLAIN, READER | {"keys_of": 0}, READER)),
+    ("keys of layer 0, .* keys of its size", lambda: step(PLAIN, READER | {"keys_of": 0, "sizes": OTHER})),
+    ("keys of layer 0, .* keys of its size", lambda: step(RECURRENT, READER | {"keys_of": 0}, held=states())),
+    ("has keys_of, and takes none of k, v", lambda: step(PLAIN, PLAIN | {"keys_of": 0})),
+    ("has no o", lambda: step(PLAIN, READER | {"keys_of": 0, "o": None})),
+    ("keys and values of 2 sizes, got tensors of 1", lambda: step(PLAIN, WIDE)),
+    (r"\[1\] rotates 16 elements", lambda: step(PLAIN, WIDE | {"sizes": OTHER._replace(rotary_dim=16)})),
+    ("kv_heads must divide heads", lambda: step(PLAIN | {"sizes": OTHER._replace(kv_heads=3)})),
+    ("per_layer_gate and per_layer_out if the shape", lambda: step(PLAIN, shape=INPUTS)),
+    ("makes the per-layer inputs that the shape has", lambda: step(PLAIN | OWN, shape=INPUTS)),
+    ("50 rows and 4 columns at least", lambda: step(PLAIN | OWN, shape=INPUTS, per_layer=own_inputs(width=3))),
+    (r"per_layer.matrix must be \(4, 16\)", lambda: step(PLAIN | OWN, shape=INPUTS, per_layer=own_inputs(rows=5))),
 ]
 
 
@@ -149,3 +187,4 @@ def test_what_fits_is_not_refused() -> None:
     ):
         assert with_experts(experts(routing=routing)).isfinite().all()
     assert with_recurrent(delta_net()).isfinite().all()
+    assert step(PLAIN | OWN, shape=INPUTS, per_layer=own_inputs(width=9)).isfinite().all()

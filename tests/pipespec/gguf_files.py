@@ -32,7 +32,10 @@ SIZES: dict[str, Any] = {
 }
 NAMES = {
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "cohere": "command-r",
+    "glm4_moe": "glm4moe",
+    "lfm2_moe": "lfm2moe",
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
     "qwen2_moe": "qwen2moe",
@@ -62,15 +65,16 @@ def tiny(model_type: str, sizes: dict[str, Any] = SIZES, seed: int = 0, **more: 
     more = {"sliding_window": None, "partial_rotary_factor": 1.0} | more if model_type == "phi3" else more
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | more)), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in (*model.parameters(), *routing_biases(model).values()):
+        for parameter in (*model.parameters(), *stored_buffers(model).values()):
             if parameter.dim() == 1:
                 parameter += 0.3 * torch.randn(parameter.shape)
     return model.eval()
 
 
-def routing_biases(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The biases of the choice of experts, which are no parameters."""
-    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
+def stored_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What is stored and is no parameter: the biases of the choice of experts, and factors of layers."""
+    ends = ("e_score_correction_bias", "expert_bias", "layer_scalar")
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith(ends)}
 
 
 def write(
@@ -105,21 +109,25 @@ def write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    if f"{name}.feed_forward_length" not in (metadata or {}):
+        writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    kv_heads = config.num_key_value_heads
+    # In Gemma 4 the last layer has the larger heads.
+    own = config.per_layer_config[-1] if name == "gemma4" else config
+    kv_heads = own.num_key_value_heads
     of_layers = [0 if kind == "conv" else kv_heads for kind in getattr(config, "layer_types", None) or []]
-    writer.add_head_count_kv(of_layers if name == "lfm2" else kv_heads)
-    writer.add_key_length(head_dim := getattr(config, "head_dim", config.hidden_size // config.num_attention_heads))
+    of_layers = [each.num_key_value_heads for each in config.per_layer_config] if name == "gemma4" else of_layers
+    writer.add_head_count_kv(of_layers if name in ("lfm2", "lfm2moe", "gemma4") else kv_heads)
+    writer.add_key_length(head_dim := getattr(own, "head_dim", config.hidden_size // config.num_attention_heads))
     eps = [getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps")]
-    if (found := next(filter(None, eps), None)) is not None and name != "lfm2":
+    if (found := next(filter(None, eps), None)) is not None and not name.startswith("lfm2"):
         writer.add_layer_norm_eps(found)
     else:
         writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", found))
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+    if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0 and name != "gemma4":
         writer.add_rope_dimension_count(int(part * head_dim))
     add = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool, list: writer.add_array}
     for key, value in (metadata or {}).items():
@@ -127,25 +135,36 @@ def write(
     _write_tokenizer(writer, vocabulary or tokens(config.vocab_size), merges, pre)
     names = gguf.get_tensor_name_map({v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}[name], config.num_hidden_layers)
     stored = {}
-    for full, parameter in (*model.named_parameters(), *routing_biases(model).items()):
+    for full, parameter in (*model.named_parameters(), *stored_buffers(model).items()):
         module, _, leaf = full.rpartition(".")
         weights = parameter.detach().clone()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        heads = {"q_proj": config.num_attention_heads, "k_proj": own.num_key_value_heads}.get(
             module.rpartition(".")[2], 0
         )
         if name in _IN_PAIRS and heads:
             weights = weights.view(heads, 2, -1, *weights.shape[1:]).transpose(1, 2).reshape(weights.shape)
-        has_offset = name.startswith(("gemma", "nemotron", "qwen35", "qwen3next")) and "linear_attn" not in module
+        has_offset = (
+            name != "gemma4"
+            and name.startswith(("gemma", "nemotron", "qwen35", "qwen3next"))
+            and "linear_attn" not in module
+        )
         offset = 1 if has_offset and "norm" in module and leaf == "weight" else 0
         weights += offset
         if module.endswith("kv_b_proj") and f"{name}.attention.key_length_mla" in (metadata or {}):
             stored[full] = _add_latents(writer, config, full, weights, types)
             continue
-        if "linear_attn" in module or leaf == "e_score_correction_bias" or module.endswith(".conv.conv"):
+        if (
+            "linear_attn" in module
+            or leaf in ("e_score_correction_bias", "expert_bias")
+            or module.endswith(".conv.conv")
+        ):
             stored[full] = _add_recurrent(writer, config, full, weights, types, is_tiled=name.startswith("qwen35"))
             continue
         if module.endswith(".experts"):
             stored[full] = _add_experts(writer, full, weights, types, name == "gpt-oss")
+            continue
+        if leaf == "layer_scalar":
+            stored[full] = _add(writer, f"blk.{module.split('.')[2]}.layer_output_scale.weight", weights, types)
             continue
         if module.endswith("shared_expert_gate"):
             weights = weights[0]
@@ -241,6 +260,7 @@ _RECURRENT = {
     "A_log": "ssm_a",
     "dt_bias": "ssm_dt.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
     "conv.conv.weight": "shortconv.conv.weight",
 }
 """Weights whose names, shapes or order differ in files, by the ends of their names."""

@@ -166,6 +166,27 @@ def test_windows_that_hold_their_last_columns_only():
     assert torch.equal(pipe.generate(shorter, max_new_tokens=NEW), own_text(target, shorter, max_new_tokens=NEW))
 
 
+SHARED = "gemma4, mixed, shared keys"
+
+
+@pytest.mark.skipif(SHARED not in TINY_MODELS, reason="this version of transformers has no such layers")
+@pytest.mark.parametrize("has_all_layers", [True, False])
+def test_layers_that_read_the_keys_of_others_keep_nothing(has_all_layers):
+    """Their layers in a cache of the configuration are empty, and a cache without one has none for the last of them."""
+    target = make(SHARED)
+    pipe = Pipeline(target, noisy(target, 0.02), schedule="lockstep", trace=64)
+    ids = prompt(5, WINDOW + 5).clamp(max=target.config.vocab_size - 1)
+    cache = DynamicCache(config=target.config) if has_all_layers else DynamicCache()
+    first = plain(target, ids, max_new_tokens=NEW, past_key_values=cache, **DICT)
+    assert len(first.past_key_values.layers) == (4 if has_all_layers else 2)
+    longer = torch.cat([first.sequences, ids[:, :3]], 1)
+    given = {"attention_mask": torch.ones_like(longer), "max_new_tokens": NEW}  # its text may hold the id of padding
+    got = pipe.generate(longer, past_key_values=first.past_key_values, **given)
+    assert torch.equal(got, own_text(target, longer, **given))
+    assert text_is_by(pipe) == "us"
+    assert pipe.report.trace["target"]["prefill"].sum() == 3
+
+
 class Own(DynamicCache):
     """A cache of the caller's own class."""
 

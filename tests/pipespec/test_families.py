@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from pipespec import Pipeline, SpeedWarning
 from pipespec.checks.models import check_architecture
 from pipespec.checks.support import check_streams
+from pipespec.engine import native
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason
 from pipespec.engine.native import native_form
@@ -280,7 +281,29 @@ def copied_bytes(model: PreTrainedModel, decoder: NativeDecoder) -> int:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in TINY_MODELS if native_unsupported_reason(model_of(name)) is None])
+NATIVE_MODELS = [name for name in TINY_MODELS if native_unsupported_reason(model_of(name)) is None]
+
+
+@pytest.mark.parametrize("name", NATIVE_MODELS if PROFILE == "nightly" else NATIVE_MODELS[::3])
+def test_deep_models_are_compared_by_sections(name, monkeypatch):
+    """Layers in the middle and at the end stand alone, whatever they consist of."""
+    config, found, samples_of = model_of(name).config.to_dict(), [], native._samples_of
+    lists = {key: value * 4 for key, value in config.items() if key.endswith("layer_types") and value}
+
+    def noted(parts):
+        found.append(samples_of(parts))
+        return found[-1]
+
+    monkeypatch.setattr(native, "_samples_of", noted)
+    monkeypatch.setattr(native, "HEAD_ROWS", 32)
+    assert native_unsupported_reason(make(name, num_hidden_layers=4 * LAYERS, **lists)) is None
+    firsts = [sample.first for sample in found[0]]
+    assert firsts[0] == 0
+    assert firsts[-1] + len(found[0][-1].layers) == 4 * LAYERS
+    assert len(firsts) > 1
+
+
+@pytest.mark.parametrize("name", NATIVE_MODELS)
 def test_matrices_are_read_where_the_model_has_them(name):
     model = make(name, **WHOLE_PANELS) if name in TAKE_TURNS else model_of(name)
     assert copied_bytes(model, native_form(model).decoder) == description.packed_bytes(model)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -128,6 +129,31 @@ OF_LATENT_YARN = {
     "rope.scaling.original_context_length": 32,
     "rope.scaling.yarn_log_multiplier": 0.0707,
 }
+OF_TWO_KINDS: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 32,
+    "global_head_dim": 32,
+    "tie_word_embeddings": True,
+    "final_logit_softcapping": 30.0,
+}
+SHARED = OF_TWO_KINDS | {
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+}
+OF_BOTH_KINDS = {
+    "attention.sliding_window": 32,
+    "attention.sliding_window_pattern": [True, False] * 3,
+    "attention.key_length_swa": 16,
+    "attention.value_length_swa": 16,
+    "rope.dimension_count_swa": 16,
+    "rope.freq_base_swa": 10000.0,
+    "final_logit_softcapping": 30.0,
+}
+STOPPED = {"rope_freqs.weight": np.array([1.0] * 4 + [1e30] * 12, np.float32)}
+"""What stops three quarters of a rotation, as the conversion of Gemma 4 has it."""
 SCALES = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 OF_SCALES = {"attention.scale": 0.3, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0}
 SECTIONS = {"rope.dimension_sections": [2, 1, 1, 0]}
@@ -187,6 +213,21 @@ CASES = {
         },
         {"shortconv.l_cache": 3, "vocab_size": 96},
     ),
+    "lfm2_moe": (
+        EXPERTS
+        | {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "norm_eps": 1e-5,
+        },
+        COUNTS | {"shortconv.l_cache": 3, "vocab_size": 96, "leading_dense_block_count": 1, "expert_gating_func": 2},
+    ),
+    "minicpm3": (
+        {key: value for key, value in LATENTS.items() if key not in ROUTED} | {"tie_word_embeddings": True},
+        {key: value for key, value in OF_LATENTS.items() if key not in OF_ROUTED and key != "attention.value_length"}
+        | {"attention.q_lora_rank": 32},
+    ),
     "phi3": (PARTIAL, {}),
     "gemma": ({"tie_word_embeddings": True}, {}),
     "gemma2": (
@@ -196,6 +237,19 @@ CASES = {
     "gemma3_text": (
         WINDOWS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
         {"attention.sliding_window": 32},
+    ),
+    "gemma4_text": (
+        SHARED,
+        OF_BOTH_KINDS
+        | {
+            "attention.shared_kv_layers": 3,
+            "embedding_length_per_layer_input": 32,
+            "feed_forward_length": [96, 96, 96, 192, 192, 192],
+        },
+    ),
+    "gemma4_text with keys for values": (
+        OF_TWO_KINDS | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
+        OF_BOTH_KINDS | {"attention.shared_kv_layers": 0, "embedding_length_per_layer_input": 0},
     ),
     "arcee": ({}, {}),
     "arcee with biases": ({"mlp_bias": True, "attention_bias": True}, {}),
@@ -217,6 +271,12 @@ CASES = {
     ),
     "glm4": (PARTIAL, {}),
     "glm4 with biases": (PARTIAL | {"attention_bias": True}, {}),
+    "glm4_moe": (
+        PARTIAL
+        | ROUTED
+        | {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        OF_ROUTED | {"expert_weights_norm": True, "expert_gating_func": 2},
+    ),
     "granite": (SCALES, OF_SCALES),
     "granitemoe": (
         SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -296,7 +356,8 @@ def written(case, path, types):
     more, metadata = CASES[case]
     model = tiny(case.partition(" ")[0], SIZES | more)
     name = next(row.name for row in ARCHITECTURES if row.model_type == model.config.model_type)
-    write(model, path, types, metadata={f"{name}.{key}": value for key, value in metadata.items()})
+    values = {f"{name}.{key}": value for key, value in metadata.items()}
+    write(model, path, types, metadata=values, tensors=STOPPED if case.startswith("gemma4") else None)
     return model
 
 
@@ -389,8 +450,8 @@ def test_its_matrices_stay_in_blocks(tmp_path, case):
     assert any(isinstance(module, QuantizedLinear) for module in found.modules())
     # Where two experts are nearly equal, what is rounded chooses the other one.
     bound = 0.4 if any(isinstance(module, QuantizedExperts) for module in found.modules()) else 0.1
-    # What is rounded stays in a state.
-    bound = max(bound, 0.25 if case.startswith("qwen3_5") else 0.0)
+    # What is rounded stays in a state, and scores of Gemma 4 are not scaled.
+    bound = max(bound, 0.25 if case.startswith(("qwen3_5", "gemma4")) else 0.0)
     assert (logits(found) - logits(model)).norm() < bound * logits(model).norm()
     with torch.inference_mode():
         own = found(input_ids=TEXT, output_hidden_states=True).hidden_states[0]

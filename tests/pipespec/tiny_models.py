@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipespec.models.compat import counts_columns
 
@@ -126,15 +126,25 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", HEADS),
     "stablelm": ("stablelm", {}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "glm4_moe": (
+        "glm4_moe",
+        HEADS | {"use_qk_norm": True, "attention_bias": True} | {k: v for k, v in DEEPSEEK.items() if k not in LATENT},
+    ),
     "dots1, mixed": ("dots1", MIXED | HEADS | {k: v for k, v in DEEPSEEK.items() if k not in LATENT}),
     "lfm2, recurrent": ("lfm2", SHORT_CONVOLUTION),
+    "lfm2_moe, recurrent": ("lfm2_moe", SHORT_CONVOLUTION | EXPERTS | {"num_dense_layers": 1}),
     "qwen3_next, recurrent": ("qwen3_next", RECURRENT | EXPERTS | SHARED_EXPERT),
     "qwen3_5, recurrent": ("qwen3_5_text", RECURRENT),
     "qwen3_5_moe, recurrent": ("qwen3_5_moe_text", RECURRENT | EXPERTS | SHARED_EXPERT),
 }
 """By name: type of the model and what its configuration has in addition to SIZES."""
 
-LACKING = {name: kind for name, (kind, _) in TINY_MODELS.items() if kind not in CONFIG_MAPPING or counts_columns(kind)}
+HAS_LAYERS_OF_SEVERAL_SIZES = hasattr(PreTrainedConfig, "per_layer_config")
+LACKING = {
+    name: kind
+    for name, (kind, _) in TINY_MODELS.items()
+    if kind not in CONFIG_MAPPING or counts_columns(kind) or (kind == "gemma4_text" and not HAS_LAYERS_OF_SEVERAL_SIZES)
+}
 """Families that the installed transformers does not have, or not in a form that can run here, with their types."""
 
 for name in LACKING:

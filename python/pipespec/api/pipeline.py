@@ -471,7 +471,8 @@ def load_chain(
         models[-1] = quantized(models[-1], formats[-1])
     for i, draft in enumerate(draft for draft in specs if not draft.inline):
         models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
-    for made in (model for model in models if not any(model is each for each in given)):
-        with_kv_of(loading.dtype, made)
+    for made, form in zip(models, formats, strict=True):
+        if not any(made is each for each in given):
+            with_kv_of(loading.dtype, made, form)
     notes = [f"{name}: {form} weights" for name, form in zip(names, formats, strict=True) if form is not None]
     return Chain(specs, models, target, notes, is_known)

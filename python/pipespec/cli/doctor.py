@@ -78,7 +78,7 @@ def _print(facts: dict[str, str], as_json: bool) -> None:
 
 
 def _facts_of(model: str) -> tuple[dict[str, str], bool]:
-    """What a model's files hold, and whether all weights are finite: they are read once, for that and for their digests."""
+    """What a model's files hold, and whether all weights are finite: they are read for that, and for their digests."""
     with working("reading the model's files (imports torch and transformers)"):
         import torch
         from transformers import GenerationConfig
@@ -119,10 +119,12 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
             )
             how = "are read as they are stored"
         bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    with working("reading the weights"):
-        broken = not_finite(path)
-        facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
-    facts["values"] = "all weights are finite"
+    broken = []
+    if Path(path).exists():  # of a name of the hub no weights are downloaded
+        with working("reading the weights"):
+            broken = not_finite(path)
+            facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
+        facts["values"] = "all weights are finite"
     if broken:
         facts["values"] = (
             f"NOT FINITE in {len(broken)} tensors ({', '.join(broken[:3])}): the file is damaged, get it again"

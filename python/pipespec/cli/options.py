@@ -95,8 +95,10 @@ def require_models(target: str | None, *others: str | None) -> None:
         found = [path.name for path in folder.iterdir()]
         if "config.json" not in found and not any(name.lower().endswith(".gguf") for name in found):
             raise FileNotFoundError(f"{target} holds no model: there is no config.json in it")
-    for model in filter(None, (target, *others)):
+    models = [model for model in (target, *others) if model]
+    for model in models:
         require_model(model)
+    for model in models:
         if not Path(model).exists():
             _require_of_hub(model)
 

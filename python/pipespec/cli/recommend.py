@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(file: Path) -> list[str]:
     """The first prompts of JSON lines: strings, or objects with ``prompt``, ``text``, ``question``, or ``turns``, of which the first counts. Any other file is one
     prompt."""
-    if not file.is_file():
+    if not file.exists() or file.is_dir():
         raise FileNotFoundError(f"--prompts {str(file)!r} is no file: it names a text file, or JSON lines with prompts")
     text = read_text(file)
     if file.suffix != ".jsonl":

@@ -29,7 +29,9 @@ from pipespec.models.properties import has_hooks, has_own_forward
 _MODULES = ("linear_attn", "conv")
 """Attributes of a decoder layer that hold the recurrent module."""
 
-_CLASSES = frozenset(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv"))
+_CLASSES = frozenset(
+    ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Lfm2ShortConv", "Lfm2MoeShortConv")
+)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 4e-2}
 """Largest deviation from the outputs of the model's own module on the probe, relative to the largest output."""

@@ -246,12 +246,9 @@ def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -
 
 def _per_layer(of: per_layer.PerLayer, layers: int) -> PerLayerInputs:
     """What makes the inputs of the first layers of a model."""
-    matrix, rows = matrix_of(of.projection), slice(layers * of.size)
-    return PerLayerInputs(
-        matrix_of(of.embed),
-        matrix[rows] if isinstance(matrix, torch.Tensor) else matrix.rows(rows),
-        of.norm.weight.detach(),
-    )
+    rows = _of_rows(of.projection, ["matrix"], [layers * of.size])
+    embedding: Any = matrix_of(of.embed)
+    return PerLayerInputs(embedding, rows["matrix"], of.norm.weight.detach(), rows["matrix_scale"])
 
 
 def _bias_of(module: Any) -> torch.Tensor | None:
@@ -263,12 +260,14 @@ def _layer_sizes(parts: ModelParts, family: Family) -> list[LayerSizes]:
     """The sizes of each layer."""
     layout, config, sizes = layout_of(parts), parts.config, []
     attentions = [attention_of(layer) for layer in parts.layers]
+    # A part may have recurrent layers alone.
+    is_recurrent = all(attn is None for attn in attentions)
+    usual = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads if is_recurrent else 0
     for i, (layer, attn, of) in enumerate(zip(parts.layers, attentions, per_layer.keys_of(attentions), strict=True)):
         # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
         down = family.matrices_of(feed_forward_of(layer), ("down",)).get("down")
         inner = 0 if down is None or is_opaque(down) else int(down.in_features)
-        # A part may have recurrent layers alone.
-        size = 0 if attn is None else _head_dim(attn)
+        size = usual if attn is None else _head_dim(attn)
         heads = 0 if attn is None else layout.sizes(parts.first + (i if of is None else of)).heads
         if layout.own is None and not layout.is_latent:
             heads = config.num_key_value_heads
@@ -277,12 +276,10 @@ def _layer_sizes(parts: ModelParts, family: Family) -> list[LayerSizes]:
     return [LayerSizes(*(own or largest for own, largest in zip(each, known.values(), strict=True))) for each in sizes]
 
 
-def _largest(sizes: Sequence[LayerSizes]) -> dict[str, int]:
+def _largest(sizes: Sequence[LayerSizes]) -> dict[str, Any]:
     """The largest of the sizes of layers, as a :class:`DecoderShape` has them; where there are no layers, or none says a size, 1."""
-    found = [max(*each, 0) if each else 0 for each in zip(*sizes, strict=True)] if sizes else [0] * 4
-    return dict(zip(LayerSizes._fields, found, strict=True)) | {
-        name: 1 for name, size in zip(LayerSizes._fields[:-1], found, strict=False) if not size
-    }
+    found = {name: max((getattr(own, name) for own in sizes), default=0) for name in LayerSizes._fields}
+    return {name: size or int(name != "rotary_dim") for name, size in found.items()}
 
 
 def _of_all_layers(parts: ModelParts, family: Family) -> dict[str, Any]:

@@ -26,6 +26,7 @@ NUMBERS = (
     "has_bias",
     "has_gate",
     "has_post_expert_norm",
+    "use_expert_bias",
     "is_transposed",
     "is_concatenated",
 )
@@ -46,6 +47,11 @@ def by_sigmoids(router: Any) -> Routing:
     return Routing(
         router.top_k, "sigmoid", router.norm_topk_prob, number, router.num_group, router.topk_group, group_best=2
     )
+
+
+def by_sigmoids_of_all(router: Any) -> Routing:
+    """LFM2's: sigmoids, without groups."""
+    return Routing(router.top_k, "sigmoid", router.norm_topk_prob, router.routed_scaling_factor)
 
 
 def by_softmax_of_groups(router: Any) -> Routing:
@@ -78,7 +84,9 @@ def experts_of(mlp: Any, routing: Callable[[Any], Routing], linear: Callable[[An
         linear(router),
         **_stacked(experts, linear),
         router_bias=_detached(router, "bias"),
-        choice_bias=_detached(router, "e_score_correction_bias"),
+        choice_bias=_detached(router, "e_score_correction_bias")
+        if hasattr(router, "e_score_correction_bias")
+        else _detached(mlp, "expert_bias"),
         shared=()
         if shared is None
         else tuple(linear(getattr(shared, f"{name}_proj")) for name in ("gate", "up", "down")),

@@ -150,6 +150,9 @@ def _llama_4_factors(config: Any, positions: torch.Tensor) -> torch.Tensor:
     return factors
 
 
+_OF_LFM2 = {"input_norm": "operator_norm", "post_norm": "ffn_norm"}
+_LINEAR_OF_LFM2 = {"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"}
+
 FAMILIES = {
     family.model_type: family
     for family in (
@@ -209,6 +212,7 @@ FAMILIES = {
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
         Family("deepseek_v3", "DeepseekV3", routing=experts.by_sigmoids),
+        Family("glm4_moe", "Glm4Moe", routing=experts.by_sigmoids),
         Family("dots1", "Dots1", routing=experts.by_sigmoids),
         Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=experts.softmax, gates_attention=True),
         Family("qwen3_5_text", "Qwen3_5", source="qwen3_5", norm_offset=1.0, gates_attention=True),
@@ -216,9 +220,10 @@ FAMILIES = {
             "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
             gates_attention=True,
         ),
+        Family("lfm2", "Lfm2", in_stages=False, norms=_OF_LFM2, matrices=_LINEAR_OF_LFM2, activation="silu"),
         Family(
-            "lfm2", "Lfm2", in_stages=False, norms={"input_norm": "operator_norm", "post_norm": "ffn_norm"},
-            matrices={"o": "out_proj", "gate": "w1", "up": "w3", "down": "w2"}, activation="silu",
+            "lfm2_moe", "Lfm2Moe", in_stages=False, norms=_OF_LFM2, matrices=_LINEAR_OF_LFM2, activation="silu",
+            routing=experts.by_sigmoids_of_all,
         ),
         Family("deepseek_v2", "DeepseekV2", in_stages=False, rotates_pairs=True, routing=experts.by_softmax_of_groups),
         Family("minicpm3", "MiniCPM3", in_stages=False, numbers={"logit_divisor": lambda c: c.logits_scaling}),

@@ -58,6 +58,8 @@ LEAVES = {
     "A_log": "ssm_a",
     "dt_bias": "ssm_dt.bias",
     "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias",
+    "layer_scalar": "layer_output_scale.weight",
 }
 """Weights that are not ``weight`` or ``bias`` of a module, and their names in files after ``blk.N.``."""
 
@@ -67,6 +69,16 @@ _AROUND = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 """Of layers with norms after each part."""
+
+_PER_LAYER = {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+"""What makes inputs of each layer."""
 
 _BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
 
@@ -98,6 +110,18 @@ _DELTA = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
+}
+_OF_LFM2 = {
+    "model.embedding_norm": "token_embd_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
 }
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
@@ -131,6 +155,7 @@ class Architecture:
         recurrent: type of the layers that have no queries; None: all have attention.
         has_latents: the attention has latents in place of keys and values.
         tiled: the heads of values of a gated delta net lie in the order of a repetition of the heads of keys, not by their head of keys.
+        per_layer: layers with a window have another size of heads, and maybe another number of keys; the last layers may read the keys of others; layers may have inputs of their own.
         published: layers of the model whose queries are scaled by its hidden size per head, as its publisher's code does, not by the size of a head.
     """
 
@@ -156,6 +181,7 @@ class Architecture:
     recurrent: str | None = None
     has_latents: bool = False
     tiled: bool = False
+    per_layer: bool = False
     published: int | None = None
 
     def matches(self, name: str, keys: Mapping[str, Any]) -> bool:
@@ -194,6 +220,10 @@ ARCHITECTURES = (
     Architecture(
         "gemma3", "gemma3_text", tensors=_AROUND, norm_offset=1.0, options=_CAPS, rope_base=1e6, local_base=10000.0, every=6, window=0, published=62
     ),
+    Architecture(
+        "gemma4", "gemma4_text", tensors=_AROUND | _PER_LAYER, flags={}, numbers=_WINDOW, rope_base=1e6, local_base=10000.0, every=6, per_layer=True,
+        options={"final_logit_softcapping": "final_logit_softcapping"},
+    ),
     Architecture("arcee", "arcee", pairs=True),
     Architecture(
         "command-r", "cohere", eps="layer_norm_eps", eps_key=LAYER_NORM_EPS, numbers={"logit_scale": "logit_scale"},
@@ -220,6 +250,11 @@ ARCHITECTURES = (
     Architecture(
         "glm4", "glm4", partial=True,
         tensors={"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+    ),
+    Architecture(
+        "glm4moe", "glm4_moe", numbers=_ROUTED, options=_SCALED | _GROUPS | {"expert_weights_norm": "norm_topk_prob"}, partial=True,
+        tensors=_AFTER_ATTENTION, flags={"attn_q.bias": "attention_bias", "attn_q_norm.weight": "use_qk_norm"},
+        only={"expert_gating_func": 2}, constants=_ONE_GROUP | {"norm_topk_prob": False, "routed_scaling_factor": 1.0},
     ),
     Architecture(
         "granite", "granite", pairs=True,
@@ -249,12 +284,15 @@ ARCHITECTURES = (
     ),
     Architecture(
         "lfm2", "lfm2", eps="norm_eps", flags={"shortconv.in_proj.bias": "conv_bias"}, rope_base=1e6, recurrent="conv",
-        numbers={"shortconv.l_cache": "conv_L_cache"}, constants={"block_auto_adjust_ff_dim": False},
-        tensors={
-            "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
-            "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
-            "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
-        },
+        numbers={"shortconv.l_cache": "conv_L_cache"}, constants={"block_auto_adjust_ff_dim": False}, tensors=_OF_LFM2,
+    ),
+    Architecture(
+        "lfm2moe", "lfm2_moe", eps="norm_eps", flags={"shortconv.in_proj.bias": "conv_bias"}, rope_base=1e6, recurrent="conv",
+        numbers=_COUNTS | {"shortconv.l_cache": "conv_L_cache", "leading_dense_block_count": "num_dense_layers"}, tensors=_OF_LFM2,
+        constants={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True}, only={"expert_gating_func": 2},
+    ),
+    Architecture(
+        "minicpm3", "minicpm3", flags={}, has_latents=True, constants={"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256},
     ),
     Architecture("mistral3", "mistral", pairs=True, window=0),
     Architecture(

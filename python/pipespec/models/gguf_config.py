@@ -76,6 +76,15 @@ _LATENT_KEYS = (
 )
 """Those of latents."""
 
+_PER_LAYER_KEYS = (
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "attention.shared_kv_layers",
+    "embedding_length_per_layer_input",
+    "rope.dimension_count_swa",
+)
+"""Those of layers with sizes of their own."""
+
 _NEUTRAL = {
     "attention.causal": True,
     "use_parallel_residual": False,
@@ -109,7 +118,7 @@ def gguf_config(file: GgufFile) -> Any:
         raise ValueError(f"{file.path} is damaged: tensor token_embd.weight is {list(embedding)}, and no matrix")
     hidden = _size(file, f"{name}.embedding_length")
     heads = _size(file, f"{name}.attention.head_count")
-    latents = _latents(file, row, heads)
+    latents, of_layers = _latents(file, row, heads), _of_layers(file, row)
     head_dim = latents.get("qk_rope_head_dim") or _size(file, f"{name}.attention.key_length", hidden // heads)
     if not latents and (other := _size(file, f"{name}.attention.value_length", head_dim)) != head_dim:
         raise ValueError(
@@ -119,12 +128,12 @@ def gguf_config(file: GgufFile) -> Any:
     config: dict[str, Any] = {
         "hidden_size": hidden,
         # Where all layers have experts, files may have only the size of those.
-        "intermediate_size": _size(
-            file, f"{name}.feed_forward_length", file.integer(f"{name}.expert_feed_forward_length")
-        ),
+        "intermediate_size": of_layers.get("intermediate_size")
+        or _size(file, f"{name}.feed_forward_length", file.integer(f"{name}.expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": _size(file, f"{name}.attention.head_count_kv", heads, zeros=row.recurrent is not None),
+        "num_key_value_heads": of_layers.get("num_key_value_heads")
+        or _size(file, f"{name}.attention.head_count_kv", heads, zeros=row.recurrent is not None),
         "head_dim": head_dim,
         "max_position_embeddings": _size(file, f"{name}.context_length"),
         row.eps: _number(file, f"{name}.{row.eps_key}"),
@@ -136,7 +145,7 @@ def gguf_config(file: GgufFile) -> Any:
         "rope_parameters": _rope(file, row, head_dim),
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.model_type]],
     }
-    config |= latents
+    config |= latents | of_layers
     for to, value in row.constants.items():
         (config["rope_parameters"] if to.startswith("rope.") else config)[to.removeprefix("rope.")] = value
     config |= {flag: f"blk.0.{tensor}" in file.tensors for tensor, flag in row.flags.items()}
@@ -174,13 +183,7 @@ def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[
     found: dict[str, Any] = {"sliding_window": window or None}
     if row.every is None:
         return found
-    pattern = file.metadata.get(f"{name}.attention.sliding_window_pattern", row.every)
-    if type(pattern) is int and pattern > 0:
-        pattern = [(i + 1) % pattern != 0 for i in range(count)]
-    if not isinstance(pattern, list) or len(pattern) != count:
-        raise ValueError(
-            f"{file.path} is damaged: its {name}.attention.sliding_window_pattern does not fit {count} layers"
-        )
+    pattern = _pattern(file, row, count)
     found["layer_types"] = ["sliding_attention" if window and local else "full_attention" for local in pattern]
     if row.local_base and not window:
         # Transformers makes masks with windows for layers that are not there, too.
@@ -192,6 +195,72 @@ def _windows(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dict[
             "sliding_attention": {"rope_type": "default", "rope_theta": _shortest(local)},
         }
     return found
+
+
+def _pattern(file: GgufFile, row: Architecture, count: int) -> list[Any]:
+    """Per layer, whether it has a window where there is one."""
+    key = f"{row.name}.attention.sliding_window_pattern"
+    pattern = file.metadata.get(key, row.every)
+    if type(pattern) is int and pattern > 0:
+        pattern = [(i + 1) % pattern != 0 for i in range(count)]
+    if not isinstance(pattern, list) or len(pattern) != count:
+        raise ValueError(f"{file.path} is damaged: its {key} does not fit {count} layers")
+    return pattern
+
+
+def _of_layers(file: GgufFile, row: Architecture) -> dict[str, Any]:
+    """What the layers of Gemma 4 have of their own: sizes of heads and their number by their windows, keys that others read, wide feed-forwards, inputs.
+
+    Raises:
+        ValueError: the numbers are those of no such model.
+    """
+    if not row.per_layer:
+        return {}
+    name, count = row.name, _layers(file)
+    local = _pattern(file, row, count)
+    kinds = {is_local: [i for i in range(count) if bool(local[i]) == is_local] for is_local in (True, False)}
+    shared = _size(file, f"{name}.attention.shared_kv_layers", least=0)
+    if not all(kinds.values()) or local[-1] or shared >= count:
+        raise ValueError(
+            f"{file.path}: its {name}.attention.sliding_window_pattern has layers of one kind alone, or ends with a window, or {shared} of {count} layers read "
+            "the keys of others, which is not supported"
+        )
+
+    def of_kind(key: str, layers: list[int]) -> int:
+        found = file.metadata.get(f"{name}.{key}")
+        if isinstance(found, list) and len(found) == count:
+            values = {found[i] for i in layers}
+            if len(values) == 1 and type(found[layers[0]]) is int and found[layers[0]] > 0:
+                return int(found[layers[0]])
+        return _size(file, f"{name}.{key}")
+
+    keys = "attention.head_count_kv"
+    size, whole = _size(file, f"{name}.attention.key_length_swa"), _size(file, f"{name}.attention.key_length")
+    for key, wanted in (("attention.value_length_swa", size), ("rope.dimension_count_swa", size)):
+        if (other := _size(file, f"{name}.{key}", wanted)) != wanted:
+            raise ValueError(
+                f"{file.path}: its {name}.{key} is {other}, and its heads have {wanted}, which is not supported"
+            )
+    inner, wide = (
+        of_kind("feed_forward_length", layers) if layers else 0
+        for layers in ([*range(count - shared)], [*range(count - shared, count)])
+    )
+    if wide not in (0, inner, 2 * inner):
+        raise ValueError(f"{file.path}: its {name}.feed_forward_length is {inner} and {wide}, which is not supported")
+    has_values = {i: f"blk.{i}.attn_v.weight" in file.tensors for i in kinds[False] if i < count - shared}
+    inputs = _size(file, f"{name}.embedding_length_per_layer_input", least=0)
+    return {
+        "head_dim": size,
+        "global_head_dim": whole,
+        "intermediate_size": inner,
+        "use_double_wide_mlp": wide == 2 * inner,
+        "num_key_value_heads": of_kind(keys, kinds[True]),
+        "num_global_key_value_heads": of_kind(keys, kinds[False]),
+        "attention_k_eq_v": not any(has_values.values()),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": inputs,
+        "vocab_size_per_layer_input": tensor_of(file, "per_layer_token_embd.weight").shape[0] if inputs else 1,
+    }
 
 
 def _layers(file: GgufFile) -> int:
@@ -210,8 +279,11 @@ def _latents(file: GgufFile, row: Architecture, heads: int) -> dict[str, Any]:
         return {}
     at = f"{row.name}.attention"
     rotated = _size(file, f"{row.name}.rope.dimension_count")
+    # As llama.cpp chooses where a file names none.
+    usual = {"key": None, "value": _size(file, f"{row.name}.embedding_length") // heads}
     key, value = (
-        _size(file, f"{at}.{name}_length_mla", file.integer(f"{at}.{name}_length")) for name in ("key", "value")
+        _size(file, f"{at}.{name}_length_mla", file.integer(f"{at}.{name}_length", default))
+        for name, default in usual.items()
     )
     if key <= rotated:
         raise ValueError(f"{file.path} is damaged: {rotated} elements of a key of {key} are rotated")
@@ -254,6 +326,7 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
     # Which layers are recurrent, their tensors say. Positions of a text are alike in all sections.
     read |= {DRAFTING} | (set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval"})
     read |= {"rope.dimension_sections"} if row.tiled else set()
+    read |= set(_PER_LAYER_KEYS) if row.per_layer else set()
     read |= set(_LATENT_KEYS) if row.has_latents else set()
     for key, value in file.metadata.items():
         rest = key.removeprefix(f"{name}.")
@@ -349,7 +422,9 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
         )
     elif kind == "linear" and factor != 1.0:
         rope |= {"rope_type": "linear", "factor": _shortest(factor)}
-    if ROPE_FACTORS in file.tensors:
+    if ROPE_FACTORS in file.tensors and row.per_layer:
+        rope |= _proportional(file, head_dim)
+    elif ROPE_FACTORS in file.tensors:
         rope |= _llama3(file, rope["rope_theta"], rotated)
     return rope
 
@@ -408,6 +483,17 @@ def _long_factors(file: GgufFile) -> dict[str, list[float]]:
         for name, tensor in zip(names, tensors, strict=True)
         if tensor is not None
     }
+
+
+def _proportional(file: GgufFile, head_dim: int) -> dict[str, Any]:
+    """Of frequencies over the whole of a head the first ones turn; a factor that nothing outlives stops the others."""
+    factors = file.floats(tensor_of(file, ROPE_FACTORS)).reshape(-1)
+    turning = int((factors == 1).sum())
+    if len(factors) != head_dim // 2 or not (factors[:turning] == 1).all() or not (factors[turning:] >= 1e20).all():
+        raise ValueError(
+            f"{file.path}: tensor {ROPE_FACTORS} holds other factors than 1 and those that stop a rotation, which is not supported"
+        )
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turning / head_dim}
 
 
 def _llama3(file: GgufFile, theta: float, rotated: int) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
             return own
         # Files of LLaMA have the two rows of a rotation next to each other.
         part, inner = name.rpartition(".")[2], name.split(".", 3)[-1]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(part, 0)
-        heads = heads if row.pairs else 0
+        counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if row.pairs else {}
+        heads = counts.get(part, 0)
         blocks, columns = None, columns_of(row, config, inner)
         for leaf, parameter in _weights(module):
             at = _stored_name(file, name, leaf, row)
@@ -317,8 +317,8 @@ def _stored_name(file: GgufFile, module: str, leaf: str, row: Architecture) -> s
         return f"token_embd.{leaf}"
     if (end := row.tensors.get(module) or _ENDS.get(module)) is not None:
         return f"{end}.{leaf}"
-    _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{LEAVES.get(leaf) or f'{row.tensors.get(rest) or TENSORS[rest]}.{leaf}'}"
+    _, _, number, *rest = module.split(".", 3)
+    return f"blk.{number}.{LEAVES.get(leaf) or f'{row.tensors.get(rest[0]) or TENSORS[rest[0]]}.{leaf}'}"
 
 
 def _in_order(tensor: torch.Tensor, heads: int) -> torch.Tensor:

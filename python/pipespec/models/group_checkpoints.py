@@ -9,6 +9,7 @@ Floats of 8 bits (E4M3) have tiles on a GPU, and no blocks: for a CPU their prod
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -140,9 +141,7 @@ def repacked(
             if method.unpack is not None and type(module) is nn.Linear and f"{name}.{method.marker}" in tensors:
                 module = _with_matrix(f"{source}: {name}", module, partial(method.unpack, get, settings), rounded)
                 floats.extend([name] if type(module) is nn.Linear else [])
-            for leaf, parameter in module._parameters.items():
-                if parameter is not None and parameter.is_meta and f"{name}.{leaf}" in tensors:
-                    module._parameters[leaf] = _loaded(f"{source}: {name}.{leaf}", get(leaf), parameter)
+            _load(f"{source}: {name}", module, {leaf for leaf in _leaves(module) if f"{name}.{leaf}" in tensors}, get)
             return module
 
         model = filled(source, config, dtype, fill)
@@ -231,20 +230,37 @@ def _experts(name: str, own: Any, get: Get) -> QuantizedExperts:
 
 def _is_spare(name: str, file: Any, model: PreTrainedModel) -> bool:
     """Whether a tensor that no module takes changes nothing: a bias of zeros, a head that is the embedding, what is computed from the configuration, scales of activations that are not rounded here, layers that the class passes over."""
-    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+    if name.endswith(("rotary_emb.inv_freq", "pos_emb.inv_freq")) or (
+        name == "lm_head.weight" and model.config.tie_word_embeddings
+    ):
         return True
-    ignored: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-    if any(re.search(pattern, name) for pattern in ignored or ()):
+    ignored = (getattr(part, "_keys_to_ignore_on_load_unexpected", None) or () for part in (model, model.base_model))
+    if any(re.search(pattern, name) for pattern in itertools.chain(*ignored)):
         return True
     if name.endswith(_OF_ACTIVATIONS):
         return True
     return name.endswith(".bias") and not bool(file.get_tensor(name).any())
 
 
-def _loaded(name: str, stored: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
+def _leaves(module: nn.Module) -> set[str]:
+    """The names of what a module has on the meta device: parameters, and buffers that are stored."""
+    held = {**module._buffers, **module._parameters}
+    return {leaf for leaf, tensor in held.items() if tensor is not None and tensor.is_meta}
+
+
+def _load(name: str, module: nn.Module, leaves: set[str], get: Callable[[str], torch.Tensor]) -> None:
+    held: dict[str, Any]
+    for held in (module._parameters, module._buffers):
+        for leaf in leaves & held.keys():
+            held[leaf] = _loaded(f"{name}.{leaf}", get(leaf), held[leaf])
+
+
+def _loaded(name: str, stored: torch.Tensor, like: torch.Tensor) -> Any:
+    """A parameter, or a buffer where ``like`` is none."""
     if stored.shape != like.shape:
         raise ValueError(f"{name} is {list(stored.shape)}, and this model's {list(like.shape)}")
-    return nn.Parameter(stored.to(like.dtype), requires_grad=False)
+    stored = stored.to(like.dtype)
+    return nn.Parameter(stored, requires_grad=False) if isinstance(like, nn.Parameter) else stored
 
 
 def _numbers(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

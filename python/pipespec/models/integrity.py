@@ -16,14 +16,14 @@ from pipespec_kernels.formats import FORMATS
 
 _FORMATS = {form.ggml_type: form for form in FORMATS.values()}
 _PIECE = 1 << 26
-"""Bytes or elements that are in memory at once, beside the file's own pages."""
+"""Elements that are looked at together."""
 
 
 def digests(path: str | Path) -> dict[str, str]:
     """The SHA-256 of each file of weights, by its name.
 
     Args:
-        path: a folder with safetensors, a hub name, or a GGUF file.
+        path: a folder with safetensors, or a GGUF file.
 
     Raises:
         OSError: a file cannot be read.

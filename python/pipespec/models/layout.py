@@ -27,6 +27,9 @@ CONVOLUTION = "conv"
 GATED_DELTA = frozenset(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"))
 """``model_type`` of models whose recurrent layers are gated delta nets: :mod:`pipespec.engine.recurrent` keeps their states."""
 
+SHORT_CONVOLUTIONS = frozenset(("lfm2", "lfm2_moe"))
+"""``model_type`` of models whose recurrent layers are short convolutions."""
+
 STATES = 16
 """States per row and layer that a new cache of a model with recurrent layers has room for."""
 
@@ -193,7 +196,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
             types = ["chunked_attention"] * config.num_hidden_layers
     known = {FULL, SLIDING}
     known |= (
-        {RECURRENT} if config.model_type in GATED_DELTA else {CONVOLUTION} if config.model_type == "lfm2" else set()
+        {RECURRENT}
+        if config.model_type in GATED_DELTA
+        else {CONVOLUTION}
+        if config.model_type in SHORT_CONVOLUTIONS
+        else set()
     )
     others = sorted(set(types) - known)
     if others:

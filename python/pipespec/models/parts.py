@@ -41,9 +41,10 @@ class ModelParts(NamedTuple):
         """All of a model with LLaMA's parts."""
         base: Any = model.model
         layers = list(base.layers[: model.config.num_hidden_layers])
-        # In LFM2 the last norm has the embedding's name.
+        # In LFM2 the last norm has the embedding's name, and that with experts has another one for the rotation.
         norm = base.norm if hasattr(base, "norm") else base.embedding_norm
-        return cls(model.config, layers, 0, base.rotary_emb, base.embed_tokens, norm, model.lm_head, PerLayer.of(base))
+        rotary = base.rotary_emb if hasattr(base, "rotary_emb") else base.pos_emb
+        return cls(model.config, layers, 0, rotary, base.embed_tokens, norm, model.lm_head, PerLayer.of(base))
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Every module under its name in the whole model."""

@@ -68,7 +68,7 @@ def _called(module: Any, x: torch.Tensor) -> Any:
 
 def inputs_of(
     parts: ModelParts,
-    tokens: torch.Tensor,
+    tokens: torch.Tensor | None,
     embedded: torch.Tensor,
     call: Callable[[Any, torch.Tensor], Any] = _called,
 ) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def inputs_of(
 
     Args:
         parts: with the first layer of the model, if its layers have any.
-        tokens: int64 ``[rows, q]``.
+        tokens: int64 ``[rows, q]``; None where no layer has inputs of its own.
         embedded: what the first layer reads of them, ``[rows, q, H]``.
         call: how modules are called.
     """

@@ -431,16 +431,16 @@ def filled(
     ) as error:  # of sizes that fit nothing
         text = " ".join(str(error).split())
         raise ValueError(f"{source} describes no {config.model_type} model: {text}") from error
-    base: Any = model.model
-    if (scale := getattr(base.embed_tokens, "scalar_embed_scale", None)) is not None:
-        base.embed_tokens.embed_scale = torch.tensor(scale)
     for name, module in list(model.named_modules()):
-        if module._parameters and (made := fill(name, module)) is not module:
+        if (scale := getattr(module, "scalar_embed_scale", None)) is not None:
+            module.embed_scale = torch.tensor(scale)
+        is_stored = module._parameters or module._buffers.keys() - module._non_persistent_buffers_set
+        if is_stored and (made := fill(name, module)) is not module:
             model.set_submodule(name, made)
     # Buffers are computed, not loaded: now that the sizes are known to be those of the weights. In transformers 5.0 some attentions have a rotary embedding of their own.
     for module in list(model.modules()):
-        if (rotary := module._modules.get("rotary_emb")) is not None:
-            module.rotary_emb = type(rotary)(config=config)
+        for name in {"rotary_emb", "pos_emb"} & module._modules.keys():
+            setattr(module, name, type(module._modules[name])(config=config))
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if config.tie_word_embeddings and not has_blocks(head) and not has_blocks(embedding):
         head.weight = embedding.weight
@@ -471,18 +471,23 @@ def untie(model: PreTrainedModel) -> None:
     text_config(model.config).kv_dtype = "bfloat16" if has_blocks(model) else None
 
 
-def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel) -> PreTrainedModel:
+def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel, weights: str | None = None) -> PreTrainedModel:
     """A model for the CPU, which keeps keys and values of its blocks in the dtype of the hidden states if ``dtype``, as a user gives it, is float32.
 
-    Warns of another one where there are blocks: such a model computes in float32.
+    Warns of another one where there are blocks: such a model computes in float32. ``weights``: the format in which its matrices were put when it was loaded.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "float32":
         text_config(model.config).kv_dtype = None
     elif name != "auto" and has_blocks(model):
+        effect = (
+            "has no effect"
+            if weights is None
+            else f"is that of the weights before weights={weights!r}, and of nothing after it"
+        )
         warnings.warn(
             f"{model.config._name_or_path}: its matrices are in blocks, and on a CPU such a model computes in float32, with keys and values in bfloat16: "
-            f"dtype={name!r} has no effect",
+            f"dtype={name!r} {effect}",
             stacklevel=user_stacklevel(),
         )
     return model

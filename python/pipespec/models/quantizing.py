@@ -91,6 +91,11 @@ def quantized(model: PreTrainedModel, name: str) -> PreTrainedModel:
             new: Any = made.get_output_embeddings()
             matrix = new.matrix if tied else _quantized(embedding.weight, name, "the embedding", is_end=True)
             made.set_input_embeddings(QuantizedEmbedding(matrix, getattr(embedding, "scalar_embed_scale", None)))
+        for at, other in list(made.named_modules()):
+            # Of per-layer inputs, which may be half of the model.
+            if isinstance(other, nn.Embedding) and other is not embedding and other.embedding_dim % _SMALLEST == 0:
+                matrix = _quantized(other.weight, name, at, is_end=True)
+                made.set_submodule(at, QuantizedEmbedding(matrix, getattr(other, "scalar_embed_scale", None)))
         if is_on_cpu:
             rest_in_float32(made)
     if is_on_cpu:
