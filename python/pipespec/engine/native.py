@@ -405,7 +405,7 @@ def _samples_of(parts: ModelParts) -> list[ModelParts]:
     most layers, the given parts."""
     kinds, count = _layers_of_all_kinds(parts), len(parts.layers)
     # Layers that read what others keep, or inputs of their own, do not run alone.
-    depend = parts.per_layer is not None or getattr(parts.config, "num_kv_shared_layers", 0)
+    depend = parts.per_layer is not None or bool(getattr(parts.config, "num_kv_shared_layers", 0))
     if depend or 2 * kinds >= count:
         return [parts]
     begin = parts._replace(layers=parts.layers[:kinds])

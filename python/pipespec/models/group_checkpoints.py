@@ -252,7 +252,8 @@ def _load(name: str, module: nn.Module, leaves: set[str], get: Callable[[str], t
     held: dict[str, Any]
     for held in (module._parameters, module._buffers):
         for leaf in leaves & held.keys():
-            held[leaf] = _loaded(f"{name}.{leaf}", get(leaf), held[leaf])
+            like: Any = held[leaf]
+            held[leaf] = _loaded(f"{name}.{leaf}", get(leaf), like)
 
 
 def _loaded(name: str, stored: torch.Tensor, like: torch.Tensor) -> Any:

@@ -50,16 +50,16 @@ def _floats(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, "pt") as opened:
                 yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118  # not a mapping
         return
-    file = GgufFile.open(path)
-    for name, tensor in file.tensors.items():
+    whole = GgufFile.open(path)
+    for name, tensor in whole.tensors.items():
         if tensor.type in FLOATS:
-            yield name, file.floats(tensor)
+            yield name, whole.floats(tensor)
         elif tensor.type in _FORMATS:
-            form, stored = _FORMATS[tensor.type], file.stored(tensor).view(-1, _FORMATS[tensor.type].block_bytes)
+            form, stored = _FORMATS[tensor.type], whole.stored(tensor).view(-1, _FORMATS[tensor.type].block_bytes)
             scales = [stored[:, at : at + 2] for at in form.halves]
             if scales:
                 yield name, torch.cat(scales, 1).view(torch.float16)
-        file.release_pages()
+        whole.release_pages()
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
