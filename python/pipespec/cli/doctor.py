@@ -97,10 +97,17 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
         family = FAMILIES.get(config.model_type)
         native = family is not None and family.prefix is not None
         facts = {"model": f"{path}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"}
+    broken = []
+    if Path(path).exists():  # of a name of the hub no weights are downloaded
+        with working("reading the weights"):
+            broken = not_finite(path)
+            facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
+        facts["values"] = "all weights are finite"
+    with working("reading what the files say"):
         if is_gguf(path):
             file = GgufFile.open(path)
             in_blocks = architecture_of(file) is not None
-            if in_blocks:
+            if in_blocks and not broken:
                 load_model(path)  # all tensors have their places
             counts = Counter(tensor.type_name for tensor in file.tensors.values())
             types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
@@ -119,12 +126,6 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
             )
             how = "are read as they are stored"
         bos = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-    broken = []
-    if Path(path).exists():  # of a name of the hub no weights are downloaded
-        with working("reading the weights"):
-            broken = not_finite(path)
-            facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
-        facts["values"] = "all weights are finite"
     if broken:
         facts["values"] = (
             f"NOT FINITE in {len(broken)} tensors ({', '.join(broken[:3])}): the file is damaged, get it again"
