@@ -10,8 +10,7 @@ from typing import Any
 from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH
 from pipespec_kernels.triton.launch import Config
-from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel
-from pipespec_kernels.triton.linear import tile_of as product_tile
+from pipespec_kernels.triton.linear import PARTS, linear_kernel, qkv_append_kernel, tiles_for
 from pipespec_kernels.triton.tiles import TILES, decode_kernel
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -46,7 +45,7 @@ def product_cases() -> Iterator[CompileCase]:
         name: str, kernel: Any, dtype: str, n: int, k: int, most: int, columns: int = 8, **own: Any
     ) -> CompileCase:
         layout = own.get("LAYOUT")
-        tile = product_tile(n, BYTES[dtype], layout is not None)
+        tile = tiles_for(n, BYTES[dtype], layout is not None)[0]
         types = {} if layout is None else {"weight": "*u8"}
         constants = {
             "LAYOUT": None,
@@ -98,12 +97,24 @@ def product_cases() -> Iterator[CompileCase]:
     yield linear("gate_up, e4m3", "bf16", 28672, 4096, 7600, 16, KIND=0, NORM=True, LAYOUT=LAYOUTS["e4m3"])
     case = qkv("bf16", 128, 128, 4096, 3600, LAYOUT=LAYOUTS["e4m3"])
     yield replace(case, name=f"{case.name}, e4m3")
+    most = {"NORM": True, "KIND": 0, "columns": MAX_ROWS}
+    yield from other_tiles(linear("O", "bf16", 4096, 4096, 900, MAX_ROWS, HAS_RESIDUAL=True), 4096)
+    yield from other_tiles(linear("gate_up", "bf16", 28672, 4096, 1900, **most), 28672)
+    yield from other_tiles(linear("gate_up, q4_k", "bf16", 28672, 4096, 4600, LAYOUT=LAYOUTS["q4_k"], **most), 28672)
     rows = {"LAYOUT": LAYOUTS["q4_k"], "HAS_INDEX": False, "N": 4096, "K": 4096, "TILES": TILES}
     for name, index in (("all", False), ("of tokens", True)):
         yield CompileCase(
             f"decode_rows, {name}", decode_kernel, "bf16", None, rows | {"HAS_INDEX": index}, None, TILES, 3, 900, False,
             {"weight": "*u8", "index": "*i64"},
         )  # fmt: skip
+
+
+def other_tiles(case: CompileCase, weights: int) -> Iterator[CompileCase]:
+    """A product of a number of rows of weights with the other tiles that a measurement on a GPU may choose."""
+    for tile in tiles_for(weights, BYTES[case.dtype], case.constants["LAYOUT"] is not None)[1:]:
+        name = f"{case.name}, {tile.rows} rows, {tile.stages} stages"
+        constants = case.constants | {"ROWS": tile.rows}
+        yield replace(case, name=name, constants=constants, stages=tile.stages, instructions=None)
 
 
 def bytes_per_weight(constants: dict[str, Any], dtype: str) -> float:

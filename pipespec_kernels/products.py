@@ -214,6 +214,76 @@ def qkv_append(
     return out
 
 
+def experts_small(
+    x: Tensor,
+    weight: Tensor | TiledMatrix,
+    chosen: Tensor,
+    bias: Tensor | None = None,
+    *,
+    experts: int,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """Products of at most 16 rows with the matrices of the experts that each row has chosen. A row's bits depend on that row alone.
+
+    Args:
+        x: ``[M, K]`` with ``M <= 16``, as for :func:`linear_small`: all experts of a row multiply it. Or ``[M, E, K]``, contiguous: one row for each of them.
+        weight: ``[experts * N, K]``, as for :func:`linear_small`, expert after expert; in tiles with ``N`` a multiple of 8.
+        chosen: int32 or int64 ``[M, E]``, contiguous, on the device of ``x``: numbers of experts, in a row all different. Not checked on a GPU, where the results of an
+            expert that is not there have any values.
+        bias: ``[experts * N]``, contiguous, the dtype of ``x``. None: nothing is added.
+        experts: how many there are.
+        shares: ``[M, E]``, contiguous, the dtype of ``x`` or float32: what the results of a row are multiplied by before they are added, in the order of its choices. On a
+            GPU an expert that is not there makes the sum NaN. None: they are not added.
+
+    Returns:
+        ``[M, E, N]``: each product in float32, with its bias, rounded to the dtype. With shares their sums ``[M, N]``, in float32, rounded once.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: a shape, stride or device that does not fit, or on a CPU an expert that is not there.
+        RuntimeError: autograd would record: there is no backward pass.
+
+    Example::
+
+        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [10.0, 10.0]])
+        >>> experts_small(x, weight, torch.tensor([[2, 1]]), experts=3, shares=torch.tensor([[0.5, 0.25]]))
+        tensor([[15.5000]])
+    """
+    refuse_gradients("experts_small", x, weight, bias, shares)
+    check_rows(x, "x")
+    if x.dim() not in (2, 3) or len(x) > MAX_ROWS:
+        raise ValueError(f"x must have at most {MAX_ROWS} rows [M, K] or [M, E, K], got shape {tuple(x.shape)}")
+    _check_product(x.reshape(-1, x.shape[-1])[:MAX_ROWS], weight, bias, None, 0.0, False)
+    wanted = len(x), x.shape[1] if x.dim() == 3 else chosen.shape[-1] if isinstance(chosen, Tensor) else 0
+    check_tensor(chosen, "chosen", INTEGERS, wanted, x.device, "x")
+    check_contiguous(chosen, "chosen")
+    if x.dim() == 3:
+        check_contiguous(x, "x")
+    if not isinstance(experts, int) or experts < 1 or len(weight) % experts:
+        raise ValueError(f"experts must be a number that divides the {len(weight)} rows of weight, is {experts!r}")
+    rows = len(weight) // experts
+    if isinstance(weight, TiledMatrix) and rows % BAND:
+        raise ValueError(f"in tiles each expert must have a multiple of {BAND} rows, has {rows}")
+    if shares is not None:
+        check_tensor(shares, "shares", (x.dtype, torch.float32), wanted, x.device, "x")
+        check_contiguous(shares, "shares")
+    kernels = dispatch.kernels(x)
+    if chosen.is_cpu and chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
+        raise ValueError(f"chosen must be 0 .. {experts - 1}")
+    found = x.new_empty((*wanted, rows))
+    if kernels is None:
+        reference.experts_small(x, _taken(weight, kernels, x), chosen, bias, found)
+        return found if shares is None else reference.mix_experts(found, shares)
+    if found.numel():
+        kernels.experts_small(x, weight, chosen, bias, experts, found)
+    if shares is None:
+        return found
+    mixed = x.new_zeros((len(x), rows)) if not wanted[1] else x.new_empty((len(x), rows))
+    if found.numel():
+        kernels.mix_experts(found, shares, chosen, experts, mixed)
+    return mixed
+
+
 def can_halve(weight: Tensor | TiledMatrix) -> bool:
     """Whether :func:`linear_small` takes weights together with an activation: each half of the rows is whole, and in tiles they come 8 by 8."""
     return len(weight) % (2 * BAND if isinstance(weight, TiledMatrix) else 2) == 0

@@ -511,6 +511,25 @@ def linear_small(
     return out
 
 
+def experts_small(x: Tensor, weight: Tensor, chosen: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Row after row; see :func:`pipespec_kernels.ops.experts_small`. ``out``: ``[M, E, N]``."""
+    rows = out.shape[2]
+    for m, experts in enumerate(chosen.tolist()):
+        for j, expert in enumerate(experts):
+            own, of = x[m] if x.dim() == 2 else x[m, j], slice(expert * rows, (expert + 1) * rows)
+            out[m, j] = linear_small(own[None], weight[of], None if bias is None else bias[of])[0]
+    return out
+
+
+def mix_experts(found: Tensor, shares: Tensor) -> Tensor:
+    """The sums ``[M, N]`` of results ``[M, E, N]`` times their shares ``[M, E]``, one after the other, in float32 or float64."""
+    wide = torch.promote_types(found.dtype, torch.float32)
+    total = found.new_zeros((len(found), found.shape[2]), dtype=wide)
+    for j in range(found.shape[1]):
+        total = total + found[:, j].to(wide) * shares[:, j, None].to(wide)
+    return total.to(found.dtype)
+
+
 def qkv_append(
     x: Tensor,
     weight: Tensor,
