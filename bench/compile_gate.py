@@ -1,4 +1,4 @@
-"""Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--arch 90] [--quick] [--kernel NAME ...] [--tighten 0.5]``
+"""Compile the Triton kernels and check their machine code. ``python -m bench.compile_gate [--json FILE] [--page FILE] [--arch 90] [--quick] [--kernel NAME ...] [--tighten 0.5]``
 
 Compiles every kernel ahead of time for sm_80, sm_90 and sm_100, and those with most shared memory for the architectures that have less of it, with
 triton's own ptxas and no GPU, and reads the machine code with its cuobjdump. For each it prints
@@ -16,6 +16,9 @@ budgets for registers and for all their instructions. In PTX a barrier must come
 Variants for a dependent launch (``PDL``, from sm_90 on) must wait for the launch ahead before any branch and any access to global memory, but loads of weights, which
 no launch ahead writes. Products of few rows must have such loads, in PTX and in machine code; their tensor cores' products and the sums of their norms must divide a row's
 summands among the threads alike for 8 and for 16 columns.
+
+Of products the JSON file also has what a multiprocessor holds at once: blocks of threads, and bytes of weights that are on their way; and how many instructions come before the first
+load. ``--page docs/kernels.md`` writes them into the table there.
 
 A kernel over its budget makes the exit status 1. Budgets exist for spills (none), shared memory (the architecture's limit per block) and
 the loop. So does a fused multiply-add where noise must have the host's bits. Pointers and strides are compiled as aligned, as they are for
@@ -45,8 +48,11 @@ from bench.compile_products import (
     bytes_per_weight,
     product_cases,
     product_faults,
+    products_table,
+    room,
 )
-from bench.harness import save
+from bench.harness import replace_table, save
+from bench.machine import provenance
 from pipespec_kernels.triton.activation import BLOCK as ACTIVATION_BLOCK
 from pipespec_kernels.triton.activation import silu_mul_kernel
 from pipespec_kernels.triton.attention import (
@@ -108,6 +114,8 @@ IN_QUICK += (
     "linear_small, O, q4_k",
     "linear_small, O, q6_k",
     "linear_small, O, q8_0",
+    "experts_small, q4_k",
+    "experts_small, sums",
     "decode_rows, all",
     "decode_rows, of tokens",
 )
@@ -314,6 +322,8 @@ def compile_case(case: CompileCase, arch: int, tighten: float = 1.0) -> dict[str
         "tickets": compiled.asm["ptx"].count(".acq_rel."),
         "before_wait": before_wait(sass) if constants["PDL"] else None,
     }
+    if case.kernel in PRODUCT_KERNELS:
+        report |= room(report, constants, case.stages, arch) | {"first_load": first_load(sass)}
     parameters = [name for name, kind in signature.items() if kind != "constexpr"]
     ptx = compiled.asm["ptx"]
     failures = ordering_faults(ptx) + dependency_faults(ptx, constants["PDL"], parameters)
@@ -406,6 +416,11 @@ def before_wait(sass: list[tuple[int, str]]) -> int:
     return sum(bool(re.search(r"\bLDG\S*\.128\b", text)) for text in code[:wait])
 
 
+def first_load(sass: list[tuple[int, str]]) -> int | None:
+    """Instructions before the first load of 16 bytes, that of the first weights; None: there is none."""
+    return next((i for i, (_, text) in enumerate(sass) if re.search(r"\bLDG(STS)?\S*\.128\b", text)), None)
+
+
 def disassemble(cubin: bytes) -> tuple[list[tuple[int, str]], dict[str, int]]:
     """Return addresses and instructions without padding, and the resources of the kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -460,6 +475,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="all variants for sm_90, some for the others")
     parser.add_argument("--kernel", nargs="+", default=[""], help="only those whose names begin so")
     parser.add_argument("--json", type=Path, help="write the reports here")
+    parser.add_argument("--page", type=Path, help="replace the table of products of this Markdown file")
     parser.add_argument("--tighten", type=float, default=1.0, help="multiply the budgets by this")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
@@ -485,7 +501,12 @@ def main() -> int:
             budget = "-" if case.per_logit is None else f"{case.per_logit * options.tighten:g}"
             failed = f"  FAILED: {', '.join(r['failures'])}" if r["failures"] else ""
             print(LINE.format(**r | {"loop": loop, "budget": budget, "all": every}) + failed, flush=True)
-    save(options.json, {"triton": triton.__version__, "spilled": SPILLED_BYTES, "reports": reports})
+    if options.page:
+        replace_table(options.page, products_table(reports), "gate")
+    save(
+        options.json,
+        {"machine": provenance(), "triton": triton.__version__, "spilled": SPILLED_BYTES, "reports": reports},
+    )
     return 1 if any(r["failures"] for r in reports) else 0
 
 

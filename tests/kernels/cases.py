@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -377,7 +378,7 @@ def experts_by_hand(x: Any, weight: Any, chosen: Any, bias: Any, experts: int, s
     """Each product apart."""
     rows = len(weight) // experts
     found = x.new_empty((*chosen.shape, rows))
-    for m, j in np.ndindex(*chosen.shape):
+    for m, j in itertools.product(*map(range, chosen.shape)):
         of = slice(int(chosen[m, j]) * rows, (int(chosen[m, j]) + 1) * rows)
         given = x[m : m + 1] if x.dim() == 2 else x[m, j : j + 1]
         found[m, j] = reference.linear_small(given, weight[of], None if bias is None else bias[of])[0]

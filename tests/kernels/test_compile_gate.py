@@ -40,6 +40,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     layers += ("linear_small, O", "linear_small, gate_up", "qkv_append, D=128")
     layers += ("linear_small, O, q4_k", "linear_small, O, q6_k", "linear_small, O, q8_0")
+    layers += ("experts_small, q4_k", "experts_small, sums")
     layers += ("decode_rows, all", "decode_rows, of tokens")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}

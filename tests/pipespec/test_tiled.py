@@ -12,9 +12,16 @@ import torch
 from pipespec import Pipeline
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.forward import described as described_form
+from pipespec.errors import SpeedWarning
 from pipespec.models import tiled
 from pipespec.models.loading import load_model
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, check_files
+from pipespec.models.quantized import (
+    Int8Linear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    check_files,
+)
 from pipespec.models.quantizing import described, quantized, skeleton
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, on_gpu
 from pipespec_kernels.formats import dequantize, quantize
@@ -189,13 +196,83 @@ def test_blocks_that_were_moved_are_refused():
         linear.to("meta")(torch.randn(1, 32))
 
 
-def test_experts_in_blocks_are_refused(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+TYPES = {"ffn_up_exps": "q8_0", "blk.1.ffn_down_exps": "f32", "blk.1.ffn_gate_exps": "q8_0", "": "q4_0"}
+"""Gates and ups of two formats in one layer, of one in the other, where the downs are floats."""
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    """A file of Qwen3-MoE."""
+    path = tmp_path_factory.mktemp("experts") / "m.gguf"
     keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | experts)
-    gguf_files.write(model, tmp_path / "m.gguf", metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
-    with pytest.raises(ValueError, match="experts in blocks are multiplied on the CPU only"):
+    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | {"vocab_size": VOCABULARY} | EXPERTS)
+    gguf_files.write(model, path, TYPES, metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
+    return path
+
+
+def floats_of(part, experts):
+    """The matrices of all experts."""
+    weight = dequantize(part.matrix) if isinstance(part, QuantizedLinear) else part.weight
+    return weight.unflatten(0, (experts, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_are_those_of_the_dequantised_model(with_experts, dtype):
+    """Few columns, more than a launch takes, and so many that one expert comes after the other."""
+    blocks = load_model(with_experts)
+    made = on_gpu(copy.deepcopy(blocks), "cpu", dtype)
+    own = {name: module for name, module in blocks.named_modules() if isinstance(module, QuantizedExperts)}
+    assert [len(made.get_submodule(name).gate_up) for name in own] == [2, 1]
+    for name, module in own.items():
+        gate, up, down = (floats_of(part, 4).to(dtype) for part in (module.gate, module.up, module.down))
+        for columns in (3, 20, 300):
+            x = torch.randn(columns, 64, generator=torch.Generator().manual_seed(columns)).to(dtype)
+            chosen = torch.rand(columns, 4, generator=torch.Generator().manual_seed(1)).topk(2).indices
+            shares = torch.rand(columns, 2, generator=torch.Generator().manual_seed(2)).to(dtype)
+            each = [module.act_fn(x @ gate[e].T) * (x @ up[e].T) @ down[e].T for e in range(4)]
+            wanted = torch.stack(each, 1)[torch.arange(columns)[:, None], chosen] * shares[..., None]
+            ours = made.get_submodule(name)(x, chosen, shares)
+            at_most = (1e-5 if dtype is torch.float32 else 0.03) * float(wanted.abs().max())
+            torch.testing.assert_close(ours, wanted.sum(1), rtol=0, atol=at_most)
+    made.set_attn_implementation(ATTENTION)
+    check_static_logits(made, dtype)
+
+
+def test_experts_whose_rows_fill_no_bands_are_refused(tmp_path):
+    sizes = gguf_files.SIZES | {"vocab_size": VOCABULARY} | EXPERTS | {"moe_intermediate_size": 36}
+    model = gguf_files.tiny("qwen3_moe", sizes)
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 36}
+    metadata = {f"qwen3moe.{key}": n for key, n in keys.items()}
+    gguf_files.write(model, tmp_path / "m.gguf", {"down_exps": "f32", "": "q8_0"}, metadata=metadata)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.experts: on a GPU .* a multiple of 8 rows, and these have 36"
+    ):
         on_gpu(load_model(tmp_path / "m.gguf"), "cpu", torch.float32)
+
+
+def test_captured_texts_with_experts(gpu, with_experts, on_the_cpu):
+    """In transformers' modules, whose experts need nothing from the host."""
+    target = load_model(with_experts, dtype="float32", device="cuda")
+    ids, mask = left_pad(random_prompts(2, seed=5, shortest=6))
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "attention_mask": mask,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    twin = copy.deepcopy(target)
+    with gpu.watching(), Pipeline(target, [copy.deepcopy(target)], **HOW["rounds"]) as pipe:
+        with pytest.warns(SpeedWarning, match="run transformers' modules"):
+            text = pipe.generate(ids, **options)
+        assert pipe.report.schedule == "lockstep"
+        assert pipe.report.remarks == ()
+    twin.set_attn_implementation("sdpa")
+    with Pipeline(twin, schedule="plain") as alone:
+        assert torch.equal(text, alone.generate(ids, **options))
+    assert gpu.faults == []
+    assert gpu.replays > 0
 
 
 def test_a_worker_builds_the_same_modules():

@@ -223,21 +223,39 @@ class JoinedLinear(nn.Module):
         return out if self.outputs is None else out[..., self.outputs]
 
 
-class QuantizedExperts(nn.Module):
-    """The experts of a feed-forward, some or all of whose matrices are in blocks, in the place of a module of transformers.
+class OwnExperts(nn.Module):
+    """What experts whose matrices pipespec holds have of the module whose place they take.
 
     Args:
         own: that module. With a ``limit`` it is gpt-oss's.
+    """
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.num_experts: int = own.num_experts
+        self.act_fn: Any = getattr(own, "act_fn", None)
+        self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
+
+    def activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What the downs multiply."""
+        if not self.limit:
+            return self.act_fn(gate) * up
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class QuantizedExperts(OwnExperts):
+    """The experts of a feed-forward, some or all of whose matrices are in blocks, in the place of a module of transformers.
+
+    Args:
+        own: that module.
         gate: ``[experts * intermediate, hidden]``, with the biases of all experts, or without.
         up: as ``gate``.
         down: ``[experts * hidden, intermediate]``.
     """
 
     def __init__(self, own: Any, gate: Stacked, up: Stacked, down: Stacked) -> None:
-        super().__init__()
-        self.num_experts: int = own.num_experts
-        self.act_fn: Any = getattr(own, "act_fn", None)
-        self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
+        super().__init__(own)
         self.gate, self.up, self.down = gate, up, down
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -246,15 +264,9 @@ class QuantizedExperts(nn.Module):
         for expert in chosen.unique().tolist():
             column, place = torch.where(chosen == expert)
             gate, up = (self._part(part, expert)(x[column]) for part in (self.gate, self.up))
-            one = self._part(self.down, expert)(self._activated(gate, up)) * weights[column, place, None]
+            one = self._part(self.down, expert)(self.activated(gate, up)) * weights[column, place, None]
             out.index_add_(0, column, one.to(out.dtype))
         return out
-
-    def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if not self.limit:
-            return self.act_fn(gate) * up
-        gate = gate.clamp(max=self.limit)
-        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
 
     def _part(self, stacked: Stacked, expert: int) -> Stacked:
         """The matrix of one expert. Its packed copy goes with it: those of all would take the file's size again."""
