@@ -127,6 +127,52 @@ def test_texts_of_replays(gpu, name, how):
     clean(gpu)
 
 
+@pytest.fixture
+def captures(monkeypatch):
+    """What has been captured, by the stages of its parts. Pipelines are made ready for texts of 150 tokens."""
+    monkeypatch.setattr(driving, "READY", 150)
+    monkeypatch.setattr(stage, "GRAPH_WIDTHS", (16, 64, 96))
+    seen, own = [], capturing.CaptureResources.capture
+
+    def capture(self, parts, *rest, **options):
+        seen.append([part[0].index for part in parts])
+        return own(self, parts, *rest, **options)
+
+    monkeypatch.setattr(capturing.CaptureResources, "capture", capture)
+    return seen
+
+
+@pytest.mark.parametrize("how", ["plain", "rounds", "streams"])
+def test_a_first_call_captures_nothing(gpu, captures, how):
+    """Neither steps nor prompts. Longer texts and more rows are captured when they come."""
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        session = Session(gpu, random_llama(7), how)
+        made = len(captures)
+        # Of the target four: of all widths with the last column, and whole ones without.
+        assert made == {"plain": 1 + 4, "rounds": 1 + 4 + 3, "streams": made}[how]
+        for call in ("greedy", "sampled", "long"):
+            session.call(call)
+        ids = torch.randint(3, VOCABULARY, (1, 130), generator=torch.Generator().manual_seed(1))
+        session.pipe.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert len(captures) == made
+        assert gpu.prompts > 0
+        session.call("two")
+        assert len(captures) > made
+    clean(gpu)
+
+
+def test_without_memory_for_longer_texts_the_smallest_steps_are_captured(gpu, captures, monkeypatch):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GraphedStage, "capture_prompts", full)
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        session = Session(gpu, random_llama(7), "rounds")
+        assert all(not stage.all_buffers() for stage in session.pipe._driver.stages)
+        session.call("greedy")
+    clean(gpu)
+
+
 NODES = {"qkv_append": 1, "verify_attention": 1, "linear_small": 3}
 """Of ``pipespec_kernels.ops``, in each layer of a step: one launch each."""
 

@@ -270,6 +270,17 @@ class GraphedStage(Stage):
                 warn_of_speed(f"{error}; the host launches each kernel over its prompts")
         return graphs.get(key)
 
+    def capture_prompts(self) -> None:
+        """Capture the graphs over prompts of all widths, so that no call waits for them. After :meth:`prepare`; nothing where its prompts run without graphs."""
+        rows, widest = self.buffers.cache.rows, GRAPH_WIDTHS[-1]
+        if not self._may_pad:
+            return
+        for width in GRAPH_WIDTHS:
+            if rows * width <= self._graphed_columns and width <= self.buffers.cache.capacity:
+                # Only whole graphs come before the one with the last column.
+                for selects in {self.is_target, self.is_target and width < widest}:
+                    self._prompt_graph(width, [0] * rows, selects)
+
     def sync_lengths(self) -> None:
         """Take over from the block which tokens the cache holds, after steps that :meth:`step` did not run. While no stage runs."""
         if not self.is_prefilled:
