@@ -12,7 +12,6 @@ import torch
 from pipespec import Pipeline
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.forward import described as described_form
-from pipespec.errors import SpeedWarning
 from pipespec.models import tiled
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import (
@@ -24,10 +23,12 @@ from pipespec.models.quantized import (
 )
 from pipespec.models.quantizing import described, quantized, skeleton
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, on_gpu
+from pipespec.schedules.base import SpeedWarning
 from pipespec_kernels.formats import dequantize, quantize
 from pipespec_kernels.tiles import in_tiles
 from tests.conftest import VOCABULARY, left_pad, random_prompts
 from tests.pipespec import gguf_files
+from tests.pipespec import test_gguf_architectures as gguf_architectures
 from tests.pipespec import test_group_checkpoints as group_checkpoints
 from tests.pipespec.test_fused import check_static_logits
 from tests.pipespec.test_graph_emulator import HOW
@@ -147,7 +148,7 @@ def test_floats_of_8_bits_stay(tmp_path, on_the_cpu, kind):
     model = load_model(tmp_path, device="cuda")
     assert on_the_cpu == [("cuda", torch.bfloat16)]
     for name, wanted in values.items():
-        assert model.get_submodule(name).form.format == "e4m3"
+        assert model.get_submodule(name).form.format == ("e4m3_16" if "small" in kind else "e4m3")
         assert torch.equal(model.get_submodule(name).matrix.decoded(), wanted)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     model.set_attn_implementation(ATTENTION)
@@ -249,6 +250,30 @@ def test_experts_whose_rows_fill_no_bands_are_refused(tmp_path):
         ValueError, match=r"layers\.0\.mlp\.experts: on a GPU .* a multiple of 8 rows, and these have 36"
     ):
         on_gpu(load_model(tmp_path / "m.gguf"), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("types", "held"), [({"": "q4_0"}, {"q4_0"}), ({"attn_gate": "f32", "": "q8_0"}, {"q8_0", "floats"})]
+)
+def test_gated_delta_nets_of_a_file(tmp_path, types, held):
+    """Their queries and gates are two matrices, and their heads lie in another order than in the model."""
+    gguf_architectures.need("qwen3_next")
+    more, metadata = gguf_architectures.CASES["qwen3_next"]
+    metadata = {f"qwen3next.{key}": value for key, value in metadata.items()}
+    path = tmp_path / "m.gguf"
+    stored = gguf_files.write(gguf_files.tiny("qwen3_next", gguf_files.SIZES | more), path, types, metadata=metadata)
+    made = on_gpu(load_model(path), "cpu", torch.float32)
+    found = made.model.layers[0].linear_attn
+    assert {part.format for part in found.in_proj_qkvz.form.parts} == held
+    for at in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+        weight = stored[f"model.layers.0.linear_attn.{at}.weight"]
+        x = torch.randn(7, weight.shape[1])
+        torch.testing.assert_close(found.get_submodule(at)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+    built = skeleton(type(made), made.config, pickle.loads(pickle.dumps(described(made))))
+    ours, theirs = (
+        {n: (t.shape, t.dtype) for n, t in m.state_dict().items() if "linear_attn" in n} for m in (made, built)
+    )
+    assert ours == theirs
 
 
 def test_captured_texts_with_experts(gpu, with_experts, on_the_cpu):

@@ -201,20 +201,12 @@ class JoinedLinear(nn.Module):
         return Joined(tuple(part.form for part in parts), outputs, inputs)
 
     @classmethod
-    def empty(cls, form: Joined) -> JoinedLinear:
-        """A module of a form, with memory that is not filled."""
-        parts: list[nn.Module] = []
-        for part in form.parts:
-            if part.format == FLOATS:
-                parts.append(StackedLinear(torch.empty(part.rows, part.columns)))
-                continue
-            data = torch.empty((part.rows, FORMATS[part.format].row_bytes(part.columns)), dtype=torch.uint8)
-            matrix = QuantizedMatrix(FORMATS[part.format], data, (part.rows, part.columns))
-            parts.append(QuantizedLinear(matrix, None, part.heads))
+    def empty(cls, form: Joined, make: Callable[[Blocks], nn.Module]) -> JoinedLinear:
+        """A module of a form, with memory that is not filled. ``make``: makes its parts likewise."""
         orders = (
             None if count is None else torch.empty(count, dtype=torch.int64) for count in (form.outputs, form.inputs)
         )
-        return cls(parts, *orders)
+        return cls([make(part) for part in form.parts], *orders)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
@@ -324,13 +316,14 @@ class Float8Linear(_ScaledLinear):
 
     Args:
         weight: float8_e4m3fn ``[outputs, inputs]``.
-        scale: float32 ``[outputs, groups]``, each for 128 inputs.
+        scale: float32 ``[outputs, groups]``, each for 128 inputs, or for 16.
         bias: ``[outputs]``, or None.
     """
 
     def decoded(self) -> torch.Tensor:
         """The weights: float32 ``[outputs, inputs]``."""
-        return self.weight.float() * self.scale.repeat_interleave(128, 1)[:, : self.in_features]
+        group = 128 if self.scale.shape[1] == -(-self.in_features // 128) else 16
+        return self.weight.float() * self.scale.repeat_interleave(group, 1)[:, : self.in_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""

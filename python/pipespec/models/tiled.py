@@ -22,7 +22,6 @@ from pipespec.models.quantized import (
     Blocks,
     Float8Linear,
     Int8Linear,
-    JoinedLinear,
     OwnExperts,
     QuantizedEmbedding,
     QuantizedExperts,
@@ -239,9 +238,8 @@ def put_in_tiles(
         Bytes of the matrices that have no tiles, before and after.
 
     Raises:
-        ValueError: it has matrices that are joined, or experts whose rows tiles do not divide.
+        ValueError: it has experts whose rows tiles do not divide.
     """
-    _check_has_tiles(parts, device)
     made: dict[tuple[int, str], TiledMatrix] = {}  # a head that is the embedding has its memory
     new: Any
     fresh: nn.Module | None = None
@@ -281,15 +279,6 @@ def put_in_tiles(
                 module._parameters[leaf] = moved[id(parameter)]
     parts.to(device)  # buffers keep their dtype: RoPE is float32 in every model
     return before, after
-
-
-def _check_has_tiles(parts: nn.Module, device: torch.device | str) -> None:
-    """Raise ``ValueError`` for parts that only a CPU multiplies with."""
-    if any(isinstance(module, JoinedLinear) for module in parts.modules()):
-        raise ValueError(
-            f"gated delta nets whose heads lie in another order in their file run on the CPU only, not on {device}: leave out device=, or load the model's own "
-            "checkpoint there"
-        )
 
 
 def _experts_in_tiles(

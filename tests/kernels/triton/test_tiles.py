@@ -50,14 +50,15 @@ def check_products(
             assert torch.equal(ops.linear_small(given["x"][16 - n :], tiled, given["bias"]), whole[16 - n :])
 
 
-def test_products_of_floats_of_8_bits(device: torch.device) -> None:
-    """All codes, with scales that differ by row and by tile."""
+@pytest.mark.parametrize("group", [128, 16])
+def test_products_of_floats_of_8_bits(group: int, device: torch.device) -> None:
+    """All codes, with scales that differ by row and by tile, or by 16 columns."""
     for rows, columns in ((20, 300), (32, 512)):
-        weight, scale, weights = float8_of(rows, columns)
+        weight, scale, weights = float8_of(rows, columns, group)
         assert torch.equal(ops.decode_rows(float8_in_tiles(weight, scale, device)).cpu(), weights)
         # Weights of about 1, as the tolerance expects.
         scale = scale.sign() * 2.0 ** (torch.arange(scale.numel()).view(scale.shape) % 3 - 7)
-        weights = weight.float() * scale.repeat_interleave(128, 1)[:, :columns]
+        weights = weight.float() * scale.repeat_interleave(group, 1)[:, :columns]
         check_products(float8_in_tiles(weight, scale, device), weights, device, (torch.bfloat16, torch.float32))
 
 

@@ -45,7 +45,7 @@ rounds."""
 
 
 READY = 2048
-"""Positions of the texts of one row whose graphs, those over prompts included, are captured with the pipeline, and whose buffers stay; 0: none are."""
+"""Positions of the texts of one row whose graphs, of greedy steps and over prompts, are captured with the pipeline, and whose buffers stay; 0: none are."""
 
 _SEEN = 64
 """Steps that the controller sees after those of which it has been told."""
