@@ -17,7 +17,9 @@ from pipespec_kernels.triton.tiles import TILES, decode_kernel
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 PRODUCT_KERNELS = (linear_kernel, qkv_append_kernel, experts_kernel)
-PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns: four blocks of four warps on a multiprocessor, and two
+PRODUCT_REGISTERS = {8: 128, 16: 200}  # by columns, on sm_90: four blocks of four warps on a multiprocessor, and two
+ELSEWHERE = 168
+"""Registers on other architectures at least, or a tenth more: three blocks. Products of float32, and partial rotations, take more there."""
 TILES_REGISTERS = {8: 184, 16: 255}  # with quantised weights: nearly three, and two
 
 
@@ -38,6 +40,11 @@ class CompileCase:
     instructions: int | None = None
     fused: bool = True
     types: dict[str, str] = field(default_factory=dict)
+
+
+def kept_in_bytes(case: CompileCase) -> CompileCase:
+    """A kernel with keys and values in floats of 8 bits."""
+    return replace(case, name=f"{case.name}, 8 bits", types=case.types | {"keys": "*u8", "values": "*u8"})
 
 
 def product_cases() -> Iterator[CompileCase]:
@@ -83,7 +90,8 @@ def product_cases() -> Iterator[CompileCase]:
     yield linear("O", "fp32", 2048, 2048, 1500, HAS_RESIDUAL=True)
     yield linear("gate_up", "fp32", 16384, 2048, 2000, KIND=0, NORM=True)
     yield qkv("bf16", 64, 64, 896, 2700, HAS_BIAS=True)
-    yield qkv("fp16", 96, 48, 3072, 2400, HAS_BIAS=True)
+    yield qkv("fp16", 96, 48, 3072, 2600, HAS_BIAS=True)
+    yield kept_in_bytes(qkv("bf16", 128, 128, 4096, 2900))
     with_float32 = qkv("bf16", 128, 128, 4096, 2300)
     yield replace(with_float32, name=f"{with_float32.name}, fp32 tables", types={"cos": "*fp32", "sin": "*fp32"})
     for name, layout in LAYOUTS.items():
@@ -148,20 +156,30 @@ SHARED_IN_ALL = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Of a multiprocessor: CUDA C++ Programming Guide, table of capabilities."""
 
 
-def room(report: dict[str, Any], constants: dict[str, Any], stages: int, arch: int) -> dict[str, int]:
-    """How many blocks of threads of a product a multiprocessor holds at once, and how many bytes of their weights are then on their way while others are multiplied."""
+def room(report: dict[str, Any], step: float, stages: int) -> dict[str, int]:
+    """How many blocks of threads of a kernel a multiprocessor holds at once, and how many bytes of theirs are then on their way while others are multiplied. ``step``: bytes of one
+    step of a block."""
     threads = 32 * report["warps"]
     each = -(-report["registers"] // 8) * 8 * threads
-    shared = SHARED_IN_ALL.get(arch, 100 << 10) // (report["shared"] + RESERVED)
+    shared = SHARED_IN_ALL.get(report["arch"], 100 << 10) // (report["shared"] + RESERVED)
     blocks = min(REGISTERS // each, shared, THREADS // threads)
-    layout, weights = constants["LAYOUT"], PARTS * constants["ROWS"] * constants["BLOCK"]
-    # Of quantised weights the codes alone are loaded ahead.
-    step = weights * (BYTES[report["dtype"]] if layout is None else (layout.low + layout.high) / 8)
     return {"blocks": blocks, "in_flight": int(blocks * (stages - 1) * step)}
 
 
+def bytes_of_step(case: CompileCase) -> float | None:
+    """What a block of threads loads ahead in one step of a product or of attention; None: the kernel is another one."""
+    constants = case.constants
+    if case.kernel in PRODUCT_KERNELS:
+        layout, weights = constants["LAYOUT"], PARTS * constants["ROWS"] * constants["BLOCK"]
+        # Of quantised weights the codes alone are loaded ahead.
+        return weights * (BYTES[case.dtype] if layout is None else (layout.low + layout.high) / 8)
+    if "BLOCK_N" in constants and "BLOCK_M" in constants:
+        return 2 * constants["BLOCK_N"] * constants["BLOCK_D"] * (1 if "keys" in case.types else BYTES[case.dtype])
+    return None
+
+
 def products_table(reports: list[dict[str, Any]]) -> str:
-    """A Markdown table: a product per line, with what it has on each architecture."""
+    """A Markdown table: a product, or a form of attention, per line, with what it has on each architecture."""
     by_name: dict[str, list[dict[str, Any]]] = {}
     waits: dict[str, list[str]] = {}
     for r in reports:
@@ -178,7 +196,8 @@ def products_table(reports: list[dict[str, Any]]) -> str:
         cells = [" / ".join(str(r[key]) for r in found) for key in keys]
         # As often all have the same.
         cells = [cell.split(" / ")[0] if len(set(cell.split(" / "))) == 1 else cell for cell in cells]
-        lines.append([name, *cells, f"{found[0]['bytes_per_weight']:.2f}", " / ".join(waits.get(name, ["-"]))])
+        weight = found[0]["bytes_per_weight"]
+        lines.append([name, *cells, "-" if weight is None else f"{weight:.2f}", " / ".join(waits.get(name, ["-"]))])
     heads = (
         "registers",
         "spilled",
@@ -188,7 +207,7 @@ def products_table(reports: list[dict[str, Any]]) -> str:
         "instructions",
         "before the first load",
     )
-    return markdown_table(["product", *heads, "bytes per weight", "loads before the wait"], lines)
+    return markdown_table(["kernel", *heads, "bytes per weight", "loads before the wait"], lines)
 
 
 OF_OPERANDS = "lane = [[0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0], [0, 4, 0]], warp = [[1, 0, 0], [2, 0, 0]]"
@@ -202,6 +221,7 @@ def product_faults(
     half, found = report["dtype"] != "fp32", []
     in_tiles = constants["LAYOUT"] is not None
     most = (TILES_REGISTERS if in_tiles else PRODUCT_REGISTERS)[constants["COLUMNS"]]
+    most = most if report["arch"] == 90 else max(most * 11 // 10, ELSEWHERE)
     if report["registers"] > most:
         found.append(f"{report['registers']} registers, budget {most}")
     needed = 2 if in_tiles else 4

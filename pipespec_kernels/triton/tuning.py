@@ -160,11 +160,25 @@ def chosen(device: torch.device, key: str, choices: Sequence[Tile], launch: Laun
     """
     if device.type != "cuda" or _MEASURED == "0":
         return choices[0]
-    tuner = tuner_of(torch.cuda.get_device_name(device))
+    tuner = tuner_on(device)
     found = tuner.known(key, choices)
-    if found is None:
-        found = choices[0] if torch.cuda.is_current_stream_capturing() else tuner.tile(key, choices, launch)
-    return found
+    if found is not None:
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        return choices[0]
+    try:
+        return tuner.tile(key, choices, launch)
+    except torch.OutOfMemoryError as error:
+        warnings.warn(
+            f"there is no memory to measure the tiles of a product, which has its first one: {error}", stacklevel=2
+        )
+        return choices[0]
+
+
+@functools.cache
+def tuner_on(device: torch.device) -> Tuner:
+    """The tiles of a GPU."""
+    return tuner_of(torch.cuda.get_device_name(device))
 
 
 @functools.cache
@@ -201,7 +215,7 @@ def measured(launch: Launch, choices: Sequence[Tile]) -> list[float]:
             fitting.append(i)
         except OutOfResources:
             times[i].append(float("inf"))
-    for _ in range(REPEATS):
+    for _ in range(REPEATS if fitting else 0):
         pairs = []
         torch.cuda._sleep(_AHEAD)
         for i in fitting:
