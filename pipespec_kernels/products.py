@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
+from pipespec_kernels.kept import KEPT
 from pipespec_kernels.kv import check_fits, refuse_gradients
 from pipespec_kernels.layers import ACTIVATIONS, as_rows, check_eps, check_like, check_rows, check_tables, in_tables
 from pipespec_kernels.specs import INTEGERS, check, check_contiguous, check_distinct, check_last, check_tensor
@@ -134,7 +135,7 @@ def qkv_append(
         bias: likewise.
         cos: as for :func:`rope_append`.
         sin: likewise.
-        k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x``.
+        k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x`` or float8_e4m3fn.
         v_cache: likewise.
         lengths: likewise.
         query_lens: ``[B]``, likewise, ``0 <= query_lens <= Q`` and ``lengths + query_lens <= S``: columns from ``query_lens[r]`` on are padding, which writes nothing to
@@ -170,7 +171,7 @@ def qkv_append(
     check_rows(x, "x")
     if x.dim() != 3 or len(x) != batch:
         raise ValueError(f"x must be [{batch}, Q, K] for {batch} rows of storage, got shape {tuple(x.shape)}")
-    check_tensor(k_cache, "k_cache", (x.dtype,), tuple(k_cache.shape), x.device, "x")
+    check_tensor(k_cache, "k_cache", (x.dtype, KEPT), tuple(k_cache.shape), x.device, "x")
     width, rows = x.shape[1], as_rows(x)
     _check_product(rows, weight, bias, norm, eps, one_plus_weight)
     check_tables(cos, sin, dim, x)
@@ -254,7 +255,8 @@ def experts_small(
     if x.dim() not in (2, 3) or len(x) > MAX_ROWS:
         raise ValueError(f"x must have at most {MAX_ROWS} rows [M, K] or [M, E, K], got shape {tuple(x.shape)}")
     _check_product(x.reshape(-1, x.shape[-1])[:MAX_ROWS], weight, bias, None, 0.0, False)
-    wanted = len(x), x.shape[1] if x.dim() == 3 else chosen.shape[-1] if isinstance(chosen, Tensor) else 0
+    each = chosen.shape[1] if isinstance(chosen, Tensor) and chosen.dim() == 2 else 0
+    wanted = len(x), x.shape[1] if x.dim() == 3 else each
     check_tensor(chosen, "chosen", INTEGERS, wanted, x.device, "x")
     check_contiguous(chosen, "chosen")
     if x.dim() == 3:

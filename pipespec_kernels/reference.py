@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipespec_kernels.kept import kept
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
@@ -363,7 +364,7 @@ def kv_append(
     counts = [width] * len(lengths) if n_new is None else n_new.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
         for new, cache in ((keys, k_cache), (values, v_cache)):
-            cache[row, :, length : length + count] = new[row, :, :count]
+            cache[row, :, length : length + count] = kept(new[row, :, :count], cache.dtype)
 
 
 def verify_attention(

@@ -254,7 +254,7 @@ def float8_in_tiles(weight: Tensor, scale: Tensor, device: torch.device | str | 
     """
     (rows, columns), device = weight.shape, weight.device if device is None else torch.device(device)
     shapes = {(rows, -(-columns // LAYOUTS[name].group)): name for name in ("e4m3_16", "e4m3")}
-    name = shapes.get(tuple(scale.shape))
+    name = shapes.get((scale.shape[0], scale.shape[1])) if scale.dim() == 2 else None
     if name is None or (weight.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32):
         fitting = " or ".join(str(list(shape)) for shape in reversed(shapes))
         raise ValueError(

@@ -26,6 +26,7 @@ from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.tiles import WIDTH, TiledMatrix, TileLayout
 from pipespec_kernels.triton import launch, tuning
 from pipespec_kernels.triton.activation import ACTIVATIONS, activated
+from pipespec_kernels.triton.kept import as_kept, in_bytes
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 from pipespec_kernels.triton.philox import IS_INTERPRETED
@@ -361,7 +362,22 @@ def qkv_append_kernel(
 
     # Queries that cannot be computed are NaN. Keys and values of theirs, and of padding, are not written.
     zero = tl.full([], 0, tl.int64)  # strides become tensors of one type
-    if is_q:
+    if keys.dtype.element_ty == tl.uint8:
+        # Storage and queries have different types.
+        at_keys = keys + (head - HEADS_Q) * (zero + keys_stride_h)
+        at_values = values + (head - HEADS_Q - HEADS) * (zero + values_stride_h)
+        stored = tl.where(is_v, at_values, at_keys)[None, :] + d[:, None]
+        keys_at = row * keys_stride_b + place * keys_stride_s
+        stored += tl.where(is_v, row * values_stride_b + place * values_stride_s, keys_at)[None, :]
+        keeps = new & (head >= HEADS_Q)
+        tl.store(stored, as_kept(low, tl.uint8), mask=in_low[:, None] & keeps[None, :])
+        tl.store(stored + gap, as_kept(high, tl.uint8), mask=in_high[:, None] & keeps[None, :])
+        low = tl.where(good[None, :], low, float("nan"))
+        high = tl.where(good[None, :], high, float("nan"))
+        into = output + head * (zero + output_stride_h)
+        at = row * output_stride_b + column * output_stride_q
+        write = (c < rows) & is_q
+    elif is_q:
         low = tl.where(good[None, :], low, float("nan"))
         high = tl.where(good[None, :], high, float("nan"))
         into = output + head * (zero + output_stride_h)
@@ -526,9 +542,9 @@ def qkv_append(
             sin,
             sin.stride(0),
             cos.shape[0],
-            keys,
+            in_bytes(keys),
             *keys.stride()[:3],
-            values,
+            in_bytes(values),
             *values.stride()[:3],
             lengths,
             lengths if query_lens is None else query_lens,

@@ -1,4 +1,4 @@
-"""SpeculationConfig: how the models of a chain run. Apart from ``acceptance``, the generated text depends on none of it.
+"""SpeculationConfig: how the models of a chain run. Apart from ``acceptance`` and ``kv_dtype``, the generated text depends on none of it.
 
 This module imports neither torch nor the native module: the command line reads it before it loads them.
 """
@@ -24,6 +24,9 @@ from pipespec.registry import (
 
 ACCEPTANCES = ("coupled", "rejection")
 """Values of ``acceptance``."""
+
+KV_DTYPES = ("float8_e4m3fn",)
+"""Values of ``kv_dtype``."""
 
 WIDTH = 64
 """Maximum number of tokens that one row feeds in one step. A stage that lacks more catches up in several steps."""
@@ -53,6 +56,7 @@ class SpeculationConfig:
     acceptance: str = "coupled"
     controlled: bool = False
     prefix_cache: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("graphs", "native", "exact"):
@@ -69,6 +73,8 @@ class SpeculationConfig:
             _require_number("trace", self.trace, 0, MAX_ENTRIES)
         if self.prefix_cache is not None:
             _require_number("prefix_cache", self.prefix_cache, 0, 2**63 - 1)
+        if self.kv_dtype is not None:
+            _require_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -144,7 +150,8 @@ class SpeculationConfig:
         row = config.schedule_row
         config = replace(config, graphs=config.graphs or row.is_captured)
         if not drafts or not row.has_drafts:
-            of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact", "prefix_cache")}
+            kept = ("graphs", "trace", "native", "exact", "prefix_cache", "kv_dtype")
+            of_target = {name: getattr(config, name) for name in kept}
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
             if config.is_controllable:

@@ -635,9 +635,7 @@ OPS = {
     "silu_mul": Op(of_silu_mul, reference.silu_mul, close_activation, near=True),
     "rope_append": Op(of_rope_append, reference.rope_append, close_rotation, written=CACHES, shared=TABLES, near=True),
     "linear_small": Op(of_linear_small, reference.linear_small, close_product, shared=WEIGHTS, near=True),
-    "experts_small": Op(
-        of_experts_small, experts_by_hand, close_product, out=(), shared=(*WEIGHTS, "chosen"), near=True
-    ),
+    "experts_small": Op(of_experts_small, experts_by_hand, close_product, out=(), shared=WEIGHTS, near=True),
     "qkv_append": Op(
         of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
     ),

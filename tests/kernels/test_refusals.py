@@ -311,7 +311,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(8 * SIZE - 1, SIZE)}),
         (
             TypeError,
-            "k_cache must be float32, got torch.float16",
+            "k_cache must be float32 or float8_e4m3fn, got torch.float16",
             dict.fromkeys(("k_cache", "v_cache"), STORAGE.half()),
         ),
         (ValueError, r"an even R of at most 8, got shape \(9, 10\)", dict.fromkeys(("cos", "sin"), torch.ones(9, 10))),

@@ -7,6 +7,7 @@ both models, and no weight exists twice.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -174,7 +175,7 @@ def skeleton(
         for name, (form, has_bias) in blocks.items():
             module = model.get_submodule(name)
             if isinstance(form, Joined):
-                made: nn.Module = JoinedLinear.empty(form, lambda part, module=module: _empty(part, module, False))
+                made: nn.Module = JoinedLinear.empty(form, functools.partial(_empty, module=module, has_bias=False))
             else:
                 made = _empty(form, module, has_bias)
             model.set_submodule(name, made)

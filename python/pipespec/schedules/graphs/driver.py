@@ -155,6 +155,7 @@ class GraphedDriver(Driver):
             make = GraphedStage if row is None else imported(row.captured)
             exact = config.exact and is_target
             stage = make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
+            stage.kv_dtype = config.kv_dtype
             stage.needs_same_bits = is_target
             stage.keep_prefixes(config.prefix_cache)
             self._stages.append(stage)
