@@ -175,8 +175,11 @@ def run(command: Sequence[str], log: Path, seconds: float, **variables: str) -> 
     """
     begin = time.monotonic()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "python"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # faulthandler prints all threads of a process that crashes, or that SIGABRT ends because it hangs.
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | variables
+    # Measured tiles take six compilations for each shape. faulthandler prints all threads of a process that crashes, or that SIGABRT ends because it hangs.
+    environment = (
+        {"PIPESPEC_TUNE": "0"} | os.environ | {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    )
+    environment |= variables
     # Many images have nvcc in this folder alone.
     toolkit = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
     environment["PATH"] = os.pathsep.join(filter(None, [environment.get("PATH"), toolkit]))

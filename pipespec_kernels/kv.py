@@ -45,7 +45,7 @@ def kv_append(
     ``n_new[r]`` on are padding and write nothing. The lengths do not change: layers share them.
 
     Args:
-        keys: ``[B, Hkv, Q, D]``, the dtype of the storage.
+        keys: ``[B, Hkv, Q, D]``, the dtype of the storage, or any float where that is float8_e4m3fn: numbers are rounded to it, those beyond 448 to 448.
         values: like ``keys``.
         k_cache: ``[B, Hkv, S, D]``; float32, bfloat16, float16 or float64. Any
             strides but in the last dimension, which must be contiguous; no two elements in one place.
@@ -120,7 +120,7 @@ def verify_attention(
     the keys again, as in a prefill. ``invariant`` processes them in parts of 32 columns.
 
     Args:
-        q: ``[B, Hq, Q, D]``, the dtype of the storage; ``Hq`` a multiple of ``Hkv``. Any strides but in the last dimension,
+        q: ``[B, Hq, Q, D]``, the dtype of the storage, or any float where that is float8_e4m3fn; ``Hq`` a multiple of ``Hkv``. Any strides but in the last dimension,
             which must be contiguous.
         k_cache: as for :func:`kv_append`.
         v_cache: likewise.
@@ -216,7 +216,8 @@ def _verify_attention(
     kernels = kernels_for(q)
     native = None
     # Under autocast torch chooses the dtype of the arithmetic.
-    if kernels is None and q.dtype in NATIVE_DTYPES and not torch.is_autocast_enabled("cpu"):
+    is_native = q.dtype in NATIVE_DTYPES and k_cache.dtype is q.dtype
+    if kernels is None and is_native and not torch.is_autocast_enabled("cpu"):
         native = None if dispatch.forced or not q.is_cpu else arguments.native
     if check_counts or (kernels is None and native is None):
         check_fits(lengths, query_lens, width, k_cache.shape[2], "query_lens")

@@ -5,7 +5,7 @@ with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize`
 :func:`logprobs` of what was selected. Keys and values in storage ``[B, Hkv, S, D]`` with a length per row:
 :func:`kv_append`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
-Matrix products of a step's few rows together with these: :func:`linear_small` and :func:`qkv_append`; and rows of quantised weights: :func:`decode_rows`.
+Matrix products of a step's few rows together with these: :func:`linear_small` and :func:`qkv_append`; with experts: :func:`experts_small`; and rows of quantised weights: :func:`decode_rows`.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's bit for bit. Tensors on the
 CPU go to the native code (one pass over the logits, vectorised, several threads for large work), moves of keys and values included. Torch runs
@@ -35,7 +35,7 @@ from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.logprobs import logprobs
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_invalid_positions, check_streams
 from pipespec_kernels.penalties import Penalties, penalize
-from pipespec_kernels.products import decode_rows, linear_small, qkv_append
+from pipespec_kernels.products import decode_rows, experts_small, linear_small, qkv_append
 
 __all__ = [
     "Noise",
@@ -45,6 +45,7 @@ __all__ = [
     "argmax",
     "cutoff",
     "decode_rows",
+    "experts_small",
     "kv_append",
     "linear_small",
     "logprobs",

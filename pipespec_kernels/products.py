@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels import arguments, dispatch, reference
+from pipespec_kernels.kept import KEPT
 from pipespec_kernels.kv import check_fits, refuse_gradients
 from pipespec_kernels.layers import ACTIVATIONS, as_rows, check_eps, check_like, check_rows, check_tables, in_tables
 from pipespec_kernels.specs import INTEGERS, check, check_contiguous, check_distinct, check_last, check_tensor
@@ -134,7 +135,7 @@ def qkv_append(
         bias: likewise.
         cos: as for :func:`rope_append`.
         sin: likewise.
-        k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x``.
+        k_cache: ``[B, Hkv, S, D]``, as for :func:`kv_append`, the dtype of ``x`` or float8_e4m3fn.
         v_cache: likewise.
         lengths: likewise.
         query_lens: ``[B]``, likewise, ``0 <= query_lens <= Q`` and ``lengths + query_lens <= S``: columns from ``query_lens[r]`` on are padding, which writes nothing to
@@ -170,7 +171,7 @@ def qkv_append(
     check_rows(x, "x")
     if x.dim() != 3 or len(x) != batch:
         raise ValueError(f"x must be [{batch}, Q, K] for {batch} rows of storage, got shape {tuple(x.shape)}")
-    check_tensor(k_cache, "k_cache", (x.dtype,), tuple(k_cache.shape), x.device, "x")
+    check_tensor(k_cache, "k_cache", (x.dtype, KEPT), tuple(k_cache.shape), x.device, "x")
     width, rows = x.shape[1], as_rows(x)
     _check_product(rows, weight, bias, norm, eps, one_plus_weight)
     check_tables(cos, sin, dim, x)
@@ -212,6 +213,77 @@ def qkv_append(
     elif out.numel():
         kernels.qkv_append(rows, *given, out)
     return out
+
+
+def experts_small(
+    x: Tensor,
+    weight: Tensor | TiledMatrix,
+    chosen: Tensor,
+    bias: Tensor | None = None,
+    *,
+    experts: int,
+    shares: Tensor | None = None,
+) -> Tensor:
+    """Products of at most 16 rows with the matrices of the experts that each row has chosen. A row's bits depend on that row alone.
+
+    Args:
+        x: ``[M, K]`` with ``M <= 16``, as for :func:`linear_small`: all experts of a row multiply it. Or ``[M, E, K]``, contiguous: one row for each of them.
+        weight: ``[experts * N, K]``, as for :func:`linear_small`, expert after expert; in tiles with ``N`` a multiple of 8.
+        chosen: int32 or int64 ``[M, E]``, contiguous, on the device of ``x``: numbers of experts, in a row all different. Not checked on a GPU, where the results of an
+            expert that is not there have any values.
+        bias: ``[experts * N]``, contiguous, the dtype of ``x``. None: nothing is added.
+        experts: how many there are.
+        shares: ``[M, E]``, contiguous, the dtype of ``x`` or float32: what the results of a row are multiplied by before they are added, in the order of its choices. On a
+            GPU an expert that is not there makes the sum NaN. None: they are not added.
+
+    Returns:
+        ``[M, E, N]``: each product in float32, with its bias, rounded to the dtype. With shares their sums ``[M, N]``, in float32, rounded once.
+
+    Raises:
+        TypeError: not a tensor, or a dtype that is not supported.
+        ValueError: a shape, stride or device that does not fit, or on a CPU an expert that is not there.
+        RuntimeError: autograd would record: there is no backward pass.
+
+    Example::
+
+        >>> x, weight = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [10.0, 10.0]])
+        >>> experts_small(x, weight, torch.tensor([[2, 1]]), experts=3, shares=torch.tensor([[0.5, 0.25]]))
+        tensor([[15.5000]])
+    """
+    refuse_gradients("experts_small", x, weight, bias, shares)
+    check_rows(x, "x")
+    if x.dim() not in (2, 3) or len(x) > MAX_ROWS:
+        raise ValueError(f"x must have at most {MAX_ROWS} rows [M, K] or [M, E, K], got shape {tuple(x.shape)}")
+    _check_product(x.reshape(-1, x.shape[-1])[:MAX_ROWS], weight, bias, None, 0.0, False)
+    each = chosen.shape[1] if isinstance(chosen, Tensor) and chosen.dim() == 2 else 0
+    wanted = len(x), x.shape[1] if x.dim() == 3 else each
+    check_tensor(chosen, "chosen", INTEGERS, wanted, x.device, "x")
+    check_contiguous(chosen, "chosen")
+    if x.dim() == 3:
+        check_contiguous(x, "x")
+    if not isinstance(experts, int) or experts < 1 or len(weight) % experts:
+        raise ValueError(f"experts must be a number that divides the {len(weight)} rows of weight, is {experts!r}")
+    rows = len(weight) // experts
+    if isinstance(weight, TiledMatrix) and rows % BAND:
+        raise ValueError(f"in tiles each expert must have a multiple of {BAND} rows, has {rows}")
+    if shares is not None:
+        check_tensor(shares, "shares", (x.dtype, torch.float32), wanted, x.device, "x")
+        check_contiguous(shares, "shares")
+    kernels = dispatch.kernels(x)
+    if chosen.is_cpu and chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
+        raise ValueError(f"chosen must be 0 .. {experts - 1}")
+    found = x.new_empty((*wanted, rows))
+    if kernels is None:
+        reference.experts_small(x, _taken(weight, kernels, x), chosen, bias, found)
+        return found if shares is None else reference.mix_experts(found, shares)
+    if found.numel():
+        kernels.experts_small(x, weight, chosen, bias, experts, found)
+    if shares is None:
+        return found
+    mixed = x.new_zeros((len(x), rows)) if not wanted[1] else x.new_empty((len(x), rows))
+    if found.numel():
+        kernels.mix_experts(found, shares, chosen, experts, mixed)
+    return mixed
 
 
 def can_halve(weight: Tensor | TiledMatrix) -> bool:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipespec_kernels.kept import kept
 from pipespec_kernels.noise import ACCEPT, DRAFT, RESIDUAL, Noise
 
 
@@ -363,7 +364,7 @@ def kv_append(
     counts = [width] * len(lengths) if n_new is None else n_new.tolist()
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts, strict=True)):
         for new, cache in ((keys, k_cache), (values, v_cache)):
-            cache[row, :, length : length + count] = new[row, :, :count]
+            cache[row, :, length : length + count] = kept(new[row, :, :count], cache.dtype)
 
 
 def verify_attention(
@@ -509,6 +510,25 @@ def linear_small(
             y = silu_mul(y, activation)
         out[i : i + 1] = y if residual is None else residual[i : i + 1] + y
     return out
+
+
+def experts_small(x: Tensor, weight: Tensor, chosen: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """Row after row; see :func:`pipespec_kernels.ops.experts_small`. ``out``: ``[M, E, N]``."""
+    rows = out.shape[2]
+    for m, experts in enumerate(chosen.tolist()):
+        for j, expert in enumerate(experts):
+            own, of = x[m] if x.dim() == 2 else x[m, j], slice(expert * rows, (expert + 1) * rows)
+            out[m, j] = linear_small(own[None], weight[of], None if bias is None else bias[of])[0]
+    return out
+
+
+def mix_experts(found: Tensor, shares: Tensor) -> Tensor:
+    """The sums ``[M, N]`` of results ``[M, E, N]`` times their shares ``[M, E]``, one after the other, in float32 or float64."""
+    wide = torch.promote_types(found.dtype, torch.float32)
+    total = found.new_zeros((len(found), found.shape[2]), dtype=wide)
+    for j in range(found.shape[1]):
+        total = total + found[:, j].to(wide) * shares[:, j, None].to(wide)
+    return total.to(found.dtype)
 
 
 def qkv_append(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipespec_kernels.arguments import check_dense
+from pipespec_kernels.kept import KEPT
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -23,7 +24,7 @@ class Argument(NamedTuple):
     Attributes:
         name: in errors.
         shape: a letter for each dimension.
-        dtypes: None: that of the storage.
+        dtypes: None: that of the storage, or where that is :data:`pipespec_kernels.kept.KEPT`, any float, the same for all of them.
         strides: ``"any"``, ``"dense"`` (the last dimension is contiguous) or ``"contiguous"``.
         optional: may be None.
     """
@@ -76,12 +77,14 @@ def check(operation: str, k_cache: Tensor, v_cache: Tensor, *values: Any, writte
         ValueError: a shape, stride or device that does not fit.
     """
     sizes = dict(zip("BHSD", check_storage(k_cache, v_cache, written), strict=True))
+    floats: tuple[torch.dtype, ...] = FLOATS if k_cache.dtype is KEPT else (k_cache.dtype,)
     for argument, value in zip(SPECS[operation], values, strict=True):
         if value is None and argument.optional:
             continue
         has_shape = isinstance(value, Tensor) and value.dim() == len(argument.shape)
         shape = [sizes.setdefault(s, value.shape[i] if has_shape else 0) for i, s in enumerate(argument.shape)]
-        check_tensor(value, argument.name, argument.dtypes or (k_cache.dtype,), tuple(shape), k_cache.device)
+        check_tensor(value, argument.name, argument.dtypes or floats, tuple(shape), k_cache.device)
+        floats = floats if argument.dtypes else (value.dtype,)
         if argument.strides == "dense":
             check_last(value, argument.name)
         elif argument.strides == "contiguous":
@@ -95,7 +98,7 @@ def check_storage(k_cache: Any, v_cache: Any, written: bool = True) -> tuple[int
         raise TypeError(f"k_cache must be a tensor, got {type(k_cache).__name__}")
     if k_cache.dim() != 4:
         raise ValueError(f"k_cache must be [B, Hkv, S, D], got {shape_of(k_cache)}")
-    check_tensor(k_cache, "k_cache", FLOATS, tuple(k_cache.shape), k_cache.device)
+    check_tensor(k_cache, "k_cache", (*FLOATS, KEPT), tuple(k_cache.shape), k_cache.device)
     check_tensor(v_cache, "v_cache", (k_cache.dtype,), tuple(k_cache.shape), k_cache.device)
     batch, heads, capacity, dim = k_cache.shape
     if dim == 0:

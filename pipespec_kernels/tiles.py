@@ -99,6 +99,7 @@ def _table(values: tuple[int, ...], scales: int, group: int, factor: float = 1.0
 LAYOUTS: Mapping[str, TileLayout] = {
     "q8_0": TileLayout(4, 4, 128),
     "e4m3": TileLayout(4, 4, 0, ONE, group=WIDTH, codes=E4M3),
+    "e4m3_16": TileLayout(4, 4, 0, WORDS, group=16, codes=E4M3),
     "q6_k": TileLayout(4, 2, 32, STEPS, group=16, signed=True),
     "q5_1": TileLayout(4, 1, minima=True),
     "q5_k": TileLayout(4, 1, 0, STEPS, minima=True),
@@ -116,7 +117,7 @@ LAYOUTS: Mapping[str, TileLayout] = {
     "q3_k": TileLayout(2, 1, 4, STEPS, group=16, signed=True),
     "q2_k": TileLayout(2, 0, 0, PAIRS, group=16, minima=True),
 }
-"""The formats that GPUs multiply with, by name: those of blocks, and ``"e4m3"`` of :func:`float8_in_tiles`."""
+"""The formats that GPUs multiply with, by name: those of blocks, and ``"e4m3"`` and ``"e4m3_16"`` of :func:`float8_in_tiles`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,30 +242,33 @@ def in_tiles(matrix: QuantizedMatrix, device: torch.device | str | None = None) 
 
 
 def float8_in_tiles(weight: Tensor, scale: Tensor, device: torch.device | str | None = None) -> TiledMatrix:
-    """Floats of 8 bits in tiles, as :func:`in_tiles`: format ``"e4m3"``.
+    """Floats of 8 bits in tiles, as :func:`in_tiles`: format ``"e4m3"``, or ``"e4m3_16"`` with scales of parts of a tile.
 
     Args:
         weight: float8_e4m3fn ``[rows, columns]``.
-        scale: float32 ``[rows, tiles]``, each for 128 columns of its row. A weight is its product with its scale.
+        scale: float32 ``[rows, tiles]``, each for 128 columns of its row, or ``[rows, groups]``, each for 16. A weight is its product with its scale.
         device: of the result; None: that of ``weight``.
 
     Raises:
         ValueError: another dtype or shape, or a weight that is not finite.
     """
     (rows, columns), device = weight.shape, weight.device if device is None else torch.device(device)
-    wanted = torch.float8_e4m3fn, torch.float32, (rows, -(-columns // WIDTH))
-    if (weight.dtype, scale.dtype, tuple(scale.shape)) != wanted:
+    shapes = {(rows, -(-columns // LAYOUTS[name].group)): name for name in ("e4m3_16", "e4m3")}
+    name = shapes.get((scale.shape[0], scale.shape[1])) if scale.dim() == 2 else None
+    if name is None or (weight.dtype, scale.dtype) != (torch.float8_e4m3fn, torch.float32):
+        fitting = " or ".join(str(list(shape)) for shape in reversed(shapes))
         raise ValueError(
-            f"floats of 8 bits are float8_e4m3fn and have float32 scales {list(wanted[2])}, got {weight.dtype} and {scale.dtype} {list(scale.shape)}"
+            f"floats of 8 bits are float8_e4m3fn and have float32 scales {fitting}, got {weight.dtype} and {scale.dtype} {list(scale.shape)}"
         )
     if bool((weight.view(torch.uint8) & 127 == 127).any()):
         raise ValueError("it has weights that are not finite")
 
     def part(of: slice) -> tuple[Tensor, list[Tensor]]:
         codes = weight[of].to(device).contiguous().view(torch.uint8)
-        return codes, [scale[of].to(device).contiguous().view(torch.uint8)]
+        bytes_of = scale[of].to(device).contiguous().view(torch.uint8)
+        return codes, [bytes_of] if name == "e4m3" else [*torch.unflatten(bytes_of, 1, (-1, 4)).unbind(2)]
 
-    return _made("e4m3", (rows, columns), device, part)
+    return _made(name, (rows, columns), device, part)
 
 
 def _made(

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 from pipespec import trust
 from pipespec.schedules import base
 from pipespec.schedules.asynchronous import local
+from pipespec.schedules.graphs import driver
 from tests.support.worker_forks import FRESH, WorkerForks
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
@@ -29,6 +30,7 @@ VOCABULARY = 320
 
 # Nothing of a test stays in the user's cache, and nothing there counts. Processes of a test run share the folder.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"pipespec-tests-{os.getuid()}")
+os.environ.setdefault("PIPESPEC_TUNE", "0")  # on a GPU each shape would take six compilations
 DEVICE = os.environ.get("PIPESPEC_TEST_DEVICE", "cpu")
 """Where the models and prompts of the tests are that run on any device, see the part ``device`` of ``bench.gpu_check``."""
 
@@ -41,6 +43,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Captured schedules run their steps uncaptured on a CPU, which a user's pipeline refuses.
 base._runs_uncaptured = True
+# There are hundreds of pipelines, and each would capture the graphs of a dozen widths.
+driver.READY = 0
 
 
 LONGEST = ("test_ranks.py", "test_interpreted.py", "test_compile_gate.py")

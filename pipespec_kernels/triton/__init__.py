@@ -14,6 +14,7 @@ from pipespec_kernels.noise import Streams
 from pipespec_kernels.triton.activation import silu_mul
 from pipespec_kernels.triton.attention import verify_attention
 from pipespec_kernels.triton.cutoff import cutoff
+from pipespec_kernels.triton.experts import experts_small, mix_experts
 from pipespec_kernels.triton.kv import kv_append
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
 from pipespec_kernels.triton.linear import linear_small, qkv_append
@@ -33,9 +34,11 @@ __all__ = [
     "add_rms_norm",
     "cutoff",
     "decode_rows",
+    "experts_small",
     "kv_append",
     "linear_small",
     "logprobs",
+    "mix_experts",
     "penalize",
     "qkv_append",
     "rejection_sample",

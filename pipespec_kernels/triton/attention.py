@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.triton import launch
+from pipespec_kernels.triton.kept import in_bytes, load_kept
 from pipespec_kernels.triton.launch import MAX_ROWS, begin_dependent, dependent, on
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 
@@ -69,14 +70,14 @@ def span_of(total, splits, SPAN: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def take_block(
     q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole, window,
-    scale_log2, cap_log2, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    scale_log2, cap_log2, dtype: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The keys ``start .. start + BLOCK_N - 1``: the running maximum, the sum of weights, and that of weighted values."""
     d = tl.arange(0, BLOCK_D)
     at = start + tl.arange(0, BLOCK_N)
     there = (at < end)[:, None] & whole
     offset = at.to(tl.int64)[:, None]
-    k = tl.load(key_base + offset * keys_stride_s + d[None, :], mask=there, other=0.0)
+    k = load_kept(key_base + offset * keys_stride_s + d[None, :], there, dtype)
     if IS_INTERPRETED:
         k = k.to(tl.float32)
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
@@ -101,7 +102,7 @@ def take_block(
     p = tl.exp2(score - anchor[:, None])
     shrink = tl.exp2(top - anchor)
     weight = weight * shrink + tl.sum(p, 1)
-    v = tl.load(value_base + offset * values_stride_s + d[None, :], mask=there, other=0.0)
+    v = load_kept(value_base + offset * values_stride_s + d[None, :], there, dtype)
     p = p.to(v.dtype)
     if IS_INTERPRETED:
         p = p.to(tl.float32)
@@ -306,14 +307,14 @@ def attention_kernel(
             while start < stop:
                 top, weight, acc = take_block(
                     q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
-                    window, scale_log2, cap_log2, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
+                    window, scale_log2, cap_log2, queries.dtype.element_ty, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 start += BLOCK_N
         else:
             for start in range(begin, stop, BLOCK_N):
                 top, weight, acc = take_block(
                     q, top, weight, acc, start, end, sees, key_base, keys_stride_s, value_base, values_stride_s, whole,
-                    window, scale_log2, cap_log2, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
+                    window, scale_log2, cap_log2, queries.dtype.element_ty, WINDOWED, CAPPED, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
 
         real = m < columns * GROUP
@@ -517,9 +518,9 @@ def verify_attention(
             attention_kernel[(splits, heads * triton.cdiv(columns * group, cut.block_m), batch)](
                 queries,
                 *queries.stride()[:3],
-                k_cache,
+                in_bytes(k_cache),
                 *k_cache.stride()[:3],
-                v_cache,
+                in_bytes(v_cache),
                 *v_cache.stride()[:3],
                 lengths,
                 counts,

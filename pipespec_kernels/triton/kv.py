@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.attention import extent
+from pipespec_kernels.triton.kept import as_kept, in_bytes
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 
 _TILE = 8192  # elements
@@ -58,13 +59,19 @@ def append_kernel(
         new_keys + row * new_keys_stride_b + head * new_keys_stride_h + source * new_keys_stride_q + d[None, :],
         mask=mask,
     )
-    tl.store(keys + row * keys_stride_b + head * keys_stride_h + place * keys_stride_s + d[None, :], k, mask=mask)
+    tl.store(
+        keys + row * keys_stride_b + head * keys_stride_h + place * keys_stride_s + d[None, :],
+        as_kept(k, keys.dtype.element_ty),
+        mask=mask,
+    )
     v = tl.load(
         new_values + row * new_values_stride_b + head * new_values_stride_h + source * new_values_stride_q + d[None, :],
         mask=mask,
     )
     tl.store(
-        values + row * values_stride_b + head * values_stride_h + place * values_stride_s + d[None, :], v, mask=mask
+        values + row * values_stride_b + head * values_stride_h + place * values_stride_s + d[None, :],
+        as_kept(v, values.dtype.element_ty),
+        mask=mask,
     )
 
 
@@ -84,9 +91,9 @@ def kv_append(
             *keys.stride()[:3],
             values,
             *values.stride()[:3],
-            k_cache,
+            in_bytes(k_cache),
             *k_cache.stride()[:3],
-            v_cache,
+            in_bytes(v_cache),
             *v_cache.stride()[:3],
             lengths,
             lengths if n_new is None else n_new,

@@ -15,21 +15,24 @@ wait; :mod:`bench.compile_gate` checks the code. In a step without work, where n
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from pipespec_kernels.products import MAX_ROWS
 from pipespec_kernels.tiles import WIDTH, TiledMatrix, TileLayout
-from pipespec_kernels.triton import launch
+from pipespec_kernels.triton import launch, tuning
 from pipespec_kernels.triton.activation import ACTIVATIONS, activated
+from pipespec_kernels.triton.kept import as_kept, in_bytes
 from pipespec_kernels.triton.launch import begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 from pipespec_kernels.triton.philox import IS_INTERPRETED
 from pipespec_kernels.triton.rope import turn
 from pipespec_kernels.triton.tiles import decode, load_codes
+from pipespec_kernels.triton.tuning import Tile
 
 PARTS = 4  # of a step along K, one for each warp
 MANY = 8192  # rows of weights from which on a block takes more of them: each block reads x once more
@@ -359,7 +362,22 @@ def qkv_append_kernel(
 
     # Queries that cannot be computed are NaN. Keys and values of theirs, and of padding, are not written.
     zero = tl.full([], 0, tl.int64)  # strides become tensors of one type
-    if is_q:
+    if keys.dtype.element_ty == tl.uint8:
+        # Storage and queries have different types.
+        at_keys = keys + (head - HEADS_Q) * (zero + keys_stride_h)
+        at_values = values + (head - HEADS_Q - HEADS) * (zero + values_stride_h)
+        stored = tl.where(is_v, at_values, at_keys)[None, :] + d[:, None]
+        keys_at = row * keys_stride_b + place * keys_stride_s
+        stored += tl.where(is_v, row * values_stride_b + place * values_stride_s, keys_at)[None, :]
+        keeps = new & (head >= HEADS_Q)
+        tl.store(stored, as_kept(low, tl.uint8), mask=in_low[:, None] & keeps[None, :])
+        tl.store(stored + gap, as_kept(high, tl.uint8), mask=in_high[:, None] & keeps[None, :])
+        low = tl.where(good[None, :], low, float("nan"))
+        high = tl.where(good[None, :], high, float("nan"))
+        into = output + head * (zero + output_stride_h)
+        at = row * output_stride_b + column * output_stride_q
+        write = (c < rows) & is_q
+    elif is_q:
         low = tl.where(good[None, :], low, float("nan"))
         high = tl.where(good[None, :], high, float("nan"))
         into = output + head * (zero + output_stride_h)
@@ -378,31 +396,22 @@ def qkv_append_kernel(
     tl.store(into + gap, high.to(dtype), mask=in_high[:, None] & write[None, :])
 
 
-class Tile(NamedTuple):
-    """Of a block of threads. It follows from the shape and the dtype of the weights alone.
+def tiles_for(weights: int, itemsize: int, in_tiles: bool = False) -> tuple[Tile, ...]:
+    """The tiles that products of a number of rows of weights may have, that of an unmeasured one first. They divide the summands of a row alike, so results have the same bits.
 
-    Attributes:
-        rows: of weights.
-        block: summands of each warp in a step.
-        norm: summands of a row of ``x`` that are loaded at once for its norm: at least as many as make all threads lie along the row.
-        stages: steps whose weights are loaded at a time.
+    The first one has 16 KiB of weights in a step: two or three blocks on a multiprocessor then keep more bytes on their way than the latency of memory needs. Those of quantised
+    weights are as wide as the tiles in which they lie.
     """
-
-    rows: int
-    block: int
-    norm: int
-    stages: int
-
-
-def tile_of(weights: int, itemsize: int, in_tiles: bool = False) -> Tile:
-    """The tile for a number of rows of weights: 16 KiB of weights in a step. Two or three blocks on a multiprocessor then keep more bytes on their way than
-    the latency of memory needs. Those of quantised weights are as wide as the tiles in which they lie. Not tuned on a device."""
     rows = 32 if weights >= MANY else 16
     if in_tiles:
-        return Tile(rows, WIDTH, 512 if itemsize == 4 else 1024, 3)
-    if itemsize == 4:  # no tensor cores
-        return Tile(16, 32, 512, 2)
-    return Tile(rows, 2048 // rows, 1024, 3)
+        block, norm = WIDTH, 512 if itemsize == 4 else 1024
+    elif itemsize == 4:
+        rows, block, norm = 16, 32, 512
+    else:
+        block, norm = 2048 // rows, 1024
+    if itemsize == 4:  # no tensor cores, whose sums do not depend on the number of rows
+        return tuple(Tile(rows, block, norm, stages) for stages in ((3, 2) if in_tiles else (2, 3)))
+    return tuple(Tile(n, block, norm, stages) for n in (rows, 48 - rows) for stages in (3, 2, 4))
 
 
 def matrix_of(weight: Tensor | TiledMatrix) -> tuple[Tensor, TileLayout | None]:
@@ -431,6 +440,13 @@ def constants_of(
     }
 
 
+def key_of(what: str, x: Tensor, weight: Tensor | TiledMatrix, *flags: object) -> str:
+    """Names a product among those of a device. ``flags``: what else changes its code."""
+    of = weight.format if isinstance(weight, TiledMatrix) else str(x.dtype).removeprefix("torch.")
+    columns = 8 if len(x) <= 8 else MAX_ROWS
+    return f"{what} {len(weight)}x{x.shape[1]} {of} {x.element_size()} M={columns} {' '.join(map(str, flags))}"
+
+
 def linear_small(
     x: Tensor,
     weight: Tensor | TiledMatrix,
@@ -446,13 +462,14 @@ def linear_small(
     """See :func:`pipespec_kernels.ops.linear_small`, which checks the arguments."""
     launch.check_device(x.device, "x")
     matrix, layout = matrix_of(weight)
-    tile = tile_of(len(weight), x.element_size(), layout is not None)
-    step = tile.rows if activation is None else tile.rows // 2
-    even = out.shape[1] % step == 0
-    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
-    constants = constants_of(x, even, *flags, tile)
-    before = out if residual is None else residual
-    with on(x.device):
+    kind = -1 if activation is None else ACTIVATIONS.index(activation)
+
+    def run(tile: Tile, residual: Tensor | None, query_lens: Tensor | None, out: Tensor) -> None:
+        step = tile.rows if activation is None else tile.rows // 2
+        even = out.shape[1] % step == 0
+        flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+        constants = constants_of(x, even, *flags, tile)
+        before = out if residual is None else residual
         linear_kernel[(triton.cdiv(out.shape[1], step),)](
             x,
             x.stride(0),
@@ -470,7 +487,7 @@ def linear_small(
             0 if query_lens is None else len(query_lens),
             N=len(weight),
             LAYOUT=layout,
-            KIND=-1 if activation is None else ACTIVATIONS.index(activation),
+            KIND=kind,
             HAS_RESIDUAL=residual is not None,
             **constants,
             **dependent(x.device),
@@ -478,6 +495,13 @@ def linear_small(
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
+
+    tiles = tiles_for(len(weight), x.element_size(), layout is not None)
+    key = key_of("linear", x, weight, kind, norm is not None)
+    with on(x.device):
+        # A trial has memory of its own, and no step without work.
+        tile = tuning.chosen(x.device, key, tiles, lambda tile: run(tile, None, None, torch.empty_like(out)))
+        run(tile, residual, query_lens, out)
 
 
 def qkv_append(
@@ -499,13 +523,13 @@ def qkv_append(
     launch.check_device(x.device, "x")
     heads_q, heads, dim, rotary = out.shape[1], k_cache.shape[1], k_cache.shape[3], cos.shape[1]
     matrix, layout = matrix_of(weight)
-    tile = tile_of(len(weight), x.element_size(), layout is not None)
     pairs, rest = rotary // 2, dim - rotary
-    even = pairs % (tile.rows // 2) == 0 and rest % tile.rows == 0
-    flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
-    constants = constants_of(x, even, *flags, tile)
-    blocks = triton.cdiv(pairs, tile.rows // 2) + triton.cdiv(rest, tile.rows)
-    with on(x.device):
+
+    def run(tile: Tile, keys: Tensor, values: Tensor, lengths: Tensor, query_lens: Tensor | None, out: Tensor) -> None:
+        even = pairs % (tile.rows // 2) == 0 and rest % tile.rows == 0
+        flags = norm is not None, one_plus_weight, bias is not None, query_lens is not None
+        constants = constants_of(x, even, *flags, tile)
+        blocks = triton.cdiv(pairs, tile.rows // 2) + triton.cdiv(rest, tile.rows)
         qkv_append_kernel[(blocks * (heads_q + 2 * heads),)](
             x,
             x.stride(0),
@@ -518,10 +542,10 @@ def qkv_append(
             sin,
             sin.stride(0),
             cos.shape[0],
-            k_cache,
-            *k_cache.stride()[:3],
-            v_cache,
-            *v_cache.stride()[:3],
+            in_bytes(keys),
+            *keys.stride()[:3],
+            in_bytes(values),
+            *values.stride()[:3],
             lengths,
             lengths if query_lens is None else query_lens,
             out,
@@ -530,7 +554,7 @@ def qkv_append(
             len(x),
             len(out),
             out.shape[2],
-            k_cache.shape[2],
+            keys.shape[2],
             LAYOUT=layout,
             HEADS_Q=heads_q,
             HEADS=heads,
@@ -542,3 +566,12 @@ def qkv_append(
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
+
+    def trial(tile: Tile) -> None:
+        storage = k_cache.new_empty((len(out), heads, out.shape[2], dim))
+        run(tile, storage, storage, torch.zeros_like(lengths), None, torch.empty_like(out))
+
+    tiles = tiles_for(len(weight), x.element_size(), layout is not None)
+    with on(x.device):
+        tile = tuning.chosen(x.device, key_of("qkv", x, weight, dim, rotary, norm is not None), tiles, trial)
+        run(tile, k_cache, v_cache, lengths, query_lens, out)

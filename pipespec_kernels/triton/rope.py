@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipespec_kernels.triton import launch
 from pipespec_kernels.triton.attention import extent
+from pipespec_kernels.triton.kept import as_kept, in_bytes
 from pipespec_kernels.triton.launch import MAX_ROWS, begin_dependent, dependent, on
 from pipespec_kernels.triton.norm import inverse_rms, rounded, weighted
 
@@ -102,13 +103,23 @@ def rope_append_kernel(
     is_q = tile < q_tiles
     is_v = tile >= q_tiles + kv_tiles
     zero = tl.full([], 0, tl.int64)  # strides and sizes become tensors of one type
+    KEEPS_BYTES: tl.constexpr = keys.dtype.element_ty == tl.uint8
+    if KEEPS_BYTES:
+        # Storage and queries have different types.
+        into = output + row * output_stride_b + column * output_stride_q
+        into_stride = zero + output_stride_h
+        at_keys = keys + row * keys_stride_b + place * keys_stride_s
+        at_values = values + row * values_stride_b + place * values_stride_s
+        stored = tl.where(is_v, at_values, at_keys)
+        stored_stride = tl.where(is_v, zero + values_stride_h, zero + keys_stride_h)
     if is_q:
         first = tile * BLOCK_H
         heads = zero + HEADS_Q
         source = queries + row * queries_stride_b + column * queries_stride_q
         source_stride = zero + queries_stride_h
-        into = output + row * output_stride_b + column * output_stride_q
-        into_stride = zero + output_stride_h
+        if not KEEPS_BYTES:
+            into = output + row * output_stride_b + column * output_stride_q
+            into_stride = zero + output_stride_h
         norm = q_norm
     else:
         heads = zero + HEADS
@@ -117,14 +128,16 @@ def rope_append_kernel(
             first = (tile - q_tiles - kv_tiles) * BLOCK_H
             source = new_values + row * new_values_stride_b + column * new_values_stride_q
             source_stride = zero + new_values_stride_h
-            into = values + row * values_stride_b + place * values_stride_s
-            into_stride = zero + values_stride_h
+            if not KEEPS_BYTES:
+                into = values + row * values_stride_b + place * values_stride_s
+                into_stride = zero + values_stride_h
         else:
             first = (tile - q_tiles) * BLOCK_H
             source = new_keys + row * new_keys_stride_b + column * new_keys_stride_q
             source_stride = zero + new_keys_stride_h
-            into = keys + row * keys_stride_b + place * keys_stride_s
-            into_stride = zero + keys_stride_h
+            if not KEEPS_BYTES:
+                into = keys + row * keys_stride_b + place * keys_stride_s
+                into_stride = zero + keys_stride_h
 
     head = first + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
@@ -168,6 +181,14 @@ def rope_append_kernel(
     a = tl.where(broken, float("nan"), a)
     b = tl.where(broken, float("nan"), b)
     write = there & (is_q | (fed & known))
+    if KEEPS_BYTES:
+        to_storage = stored + head[:, None] * stored_stride
+        keeps = write & (tile >= q_tiles)
+        write &= is_q
+        tl.store(to_storage + d[None, :], as_kept(a, tl.uint8), mask=keeps[:, None] & low)
+        tl.store(to_storage + HALF + d[None, :], as_kept(b, tl.uint8), mask=keeps[:, None] & low)
+        if ROTARY < DIM:
+            tl.store(to_storage + e[None, :], as_kept(c, tl.uint8), mask=keeps[:, None] & rest)
     to_head = into + head[:, None] * into_stride
     tl.store(to_head + d[None, :], a.to(dtype), mask=write[:, None] & low)
     tl.store(to_head + HALF + d[None, :], b.to(dtype), mask=write[:, None] & low)
@@ -213,9 +234,9 @@ def rope_append(
             *values.stride()[:3],
             out,
             *out.stride()[:3],
-            k_cache,
+            in_bytes(k_cache),
             *k_cache.stride()[:3],
-            v_cache,
+            in_bytes(v_cache),
             *v_cache.stride()[:3],
             cos,
             cos.stride(0),

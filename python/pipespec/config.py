@@ -1,4 +1,4 @@
-"""SpeculationConfig: how the models of a chain run. Apart from ``acceptance``, the generated text depends on none of it.
+"""SpeculationConfig: how the models of a chain run. Apart from ``acceptance`` and ``kv_dtype``, the generated text depends on none of it.
 
 This module imports neither torch nor the native module: the command line reads it before it loads them.
 """
@@ -28,6 +28,9 @@ ACCEPTANCES = ("coupled", "rejection")
 WEIGHT_FORMATS = ("q8_0", "q6_k", "q5_1", "q5_k", "q5_0", "q4_1", "q4_k", "q4_0", "iq4_nl", "iq4_xs", "mxfp4", "q3_k", "q2_k", "int8")  # fmt: skip
 """Values of ``weights=``: what :mod:`pipespec_kernels.formats` quantises to, and int8. Tests compare them with its table, which needs torch."""
 
+KV_DTYPES = ("float8_e4m3fn",)
+"""Values of ``kv_dtype``."""
+
 WIDTH = 64
 """Maximum number of tokens that one row feeds in one step. A stage that lacks more catches up in several steps."""
 
@@ -56,6 +59,7 @@ class SpeculationConfig:
     acceptance: str = "coupled"
     controlled: bool = False
     prefix_cache: int | None = None
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("graphs", "native", "exact"):
@@ -72,6 +76,8 @@ class SpeculationConfig:
             _require_number("trace", self.trace, 0, MAX_ENTRIES)
         if self.prefix_cache is not None:
             _require_number("prefix_cache", self.prefix_cache, 0, 2**63 - 1)
+        if self.kv_dtype is not None:
+            _require_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         self._check_options()
 
     def _check_options(self) -> None:
@@ -147,7 +153,8 @@ class SpeculationConfig:
         row = config.schedule_row
         config = replace(config, graphs=config.graphs or row.is_captured)
         if not drafts or not row.has_drafts:
-            of_target = {name: getattr(config, name) for name in ("graphs", "trace", "native", "exact", "prefix_cache")}
+            kept = ("graphs", "trace", "native", "exact", "prefix_cache", "kv_dtype")
+            of_target = {name: getattr(config, name) for name in kept}
             return cls(schedule=PLAIN.name, **of_target)
         if lookahead is None:
             if config.is_controllable:

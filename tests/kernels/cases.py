@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -359,6 +360,34 @@ def of_linear_small(draw: Draw) -> Arguments:
     return before | options
 
 
+def of_experts_small(draw: Draw) -> Arguments:
+    """Rows with one or several experts of a few, one row of ``x`` for all of them or one for each."""
+    experts, each, outputs = draw.pick(1, 3, 6), draw.size(1, 3), draw.pick(1, 8, 17)
+    each = min(each, experts)
+    draw.rows = draw.rows if draw.rows < 3 else draw.pick(3, 8, 9, 16)
+    case, _ = of_product(draw, experts * outputs)
+    orders = draw.uniform(0, 1, draw.rows, experts).argsort(1)
+    case["chosen"] = orders[:, :each].to(draw.pick(torch.int32, torch.int64)).contiguous()
+    if draw.pick(True, False):
+        case["x"] = draw.normal(draw.rows, each, case["x"].shape[1])
+    shares = draw.uniform(0, 1, draw.rows, each)
+    return case | {"experts": experts, "shares": draw.pick(None, shares.to(draw.dtype))}
+
+
+def experts_by_hand(x: Any, weight: Any, chosen: Any, bias: Any, experts: int, shares: Any) -> torch.Tensor:
+    """Each product apart."""
+    rows = len(weight) // experts
+    found = x.new_empty((*chosen.shape, rows))
+    for m, j in itertools.product(*map(range, chosen.shape)):
+        of = slice(int(chosen[m, j]) * rows, (int(chosen[m, j]) + 1) * rows)
+        given = x[m : m + 1] if x.dim() == 2 else x[m, j : j + 1]
+        found[m, j] = reference.linear_small(given, weight[of], None if bias is None else bias[of])[0]
+    if shares is None:
+        return found
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (found.to(wide) * shares.to(wide)[..., None]).sum(1).to(x.dtype)
+
+
 def of_qkv_append(draw: Draw) -> Arguments:
     """Heads of which a tile takes a part, and whose dimensions are not all rotated."""
     width, capacity = draw.size(0, 4), draw.size(4, 10)
@@ -606,6 +635,7 @@ OPS = {
     "silu_mul": Op(of_silu_mul, reference.silu_mul, close_activation, near=True),
     "rope_append": Op(of_rope_append, reference.rope_append, close_rotation, written=CACHES, shared=TABLES, near=True),
     "linear_small": Op(of_linear_small, reference.linear_small, close_product, shared=WEIGHTS, near=True),
+    "experts_small": Op(of_experts_small, experts_by_hand, close_product, out=(), shared=WEIGHTS, near=True),
     "qkv_append": Op(
         of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
     ),

@@ -40,6 +40,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     layers += ("linear_small, O", "linear_small, gate_up", "qkv_append, D=128")
     layers += ("linear_small, O, q4_k", "linear_small, O, q6_k", "linear_small, O, q8_0")
+    layers += ("experts_small, q4_k", "experts_small, sums")
     layers += ("decode_rows, all", "decode_rows, of tokens")
     for kernel in selection + storage + layers:
         assert {r["arch"] for r in reports if r["name"] == kernel} >= {80, 90, 100}
@@ -56,7 +57,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     assert shared >= {"verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose"}
     assert any(name.startswith("attention") for name in shared)
     for r in reports:
-        assert r["spilled"] <= record["spilled"]
+        assert r["spilled"] <= record["spilled"][str(r["arch"])]
         assert 0 < r["registers"] <= 255
         assert r["shared"] <= {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}.get(r["arch"], 99 << 10)
         if r["loop_per_logit"] is None:
@@ -80,7 +81,8 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     assert [read[f"linear_small, O, {name}"] for name in ("q8_0", "q6_k", "q4_k")] == [1.0625, 0.84375, 0.59375]
     assert {r["arch"] for r in small} >= {89}
     for r in reports:
-        if r["arch"] == 80 and r["shared"] > 81 << 10:
+        # A measurement leaves out other tiles for which there is no room.
+        if r["arch"] == 80 and r["shared"] > 81 << 10 and "stages" not in r["name"]:
             assert any((s["name"], s["dtype"]) == (r["name"], r["dtype"]) for s in small), r["name"]
 
     # A budget that no kernel meets is reported.

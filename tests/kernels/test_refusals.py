@@ -90,6 +90,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "x": torch.randn(B, SIZE), "weight": torch.randn(6, SIZE), "bias": torch.ones(6), "norm": torch.ones(SIZE), "eps": 1e-6, "one_plus_weight": False,
         "activation": None, "residual": torch.ones(B, 6), "query_lens": _lengths(1), "out": None,
     },
+    "experts_small": lambda: {
+        "x": torch.randn(B, SIZE), "weight": torch.randn(6, SIZE), "chosen": torch.tensor([[2, 0], [1, 2]])[:B], "bias": torch.ones(6), "experts": 3,
+        "shares": torch.ones(B, 2),
+    },
     "qkv_append": lambda: {
         "x": torch.randn(B, Q, SIZE), "weight": torch.randn((HEADS + 2 * KV_HEADS) * SIZE, SIZE), "bias": None, "cos": torch.ones(20, SIZE),
         "sin": torch.ones(20, SIZE), **_storage(), "lengths": _lengths(), "query_lens": _lengths(2), "norm": None, "eps": 1e-6, "one_plus_weight": False, "out": None, "check_counts": True,
@@ -276,6 +280,24 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "query_lens must have at most 16 rows, has 17", {"query_lens": torch.ones(17).int()}),
         (ValueError, "out is written to", {"out": torch.zeros(1, 6).expand(B, 6)}),
     ],
+    "experts_small": [
+        (
+            ValueError,
+            r"x must have at most 16 rows \[M, K\] or \[M, E, K\], got shape \(17, 8\)",
+            {"x": torch.ones(17, SIZE)},
+        ),
+        (ValueError, "x must have at most 16 rows", {"x": torch.ones(SIZE)}),
+        (ValueError, r"weight must be \[N, 8\] with N > 0", {"weight": torch.ones(6, SIZE - 1)}),
+        (TypeError, "chosen must be int32 or int64, got torch.float32", {"chosen": torch.ones(B, 2)}),
+        (ValueError, r"chosen must have shape \(2, 3\), got \(2, 2\)", {"x": torch.ones(B, 3, SIZE)}),
+        (ValueError, "chosen must be 0 .. 2", {"chosen": torch.tensor([[0, 3], [0, 1]])}),
+        (ValueError, "chosen must be 0 .. 2", {"chosen": torch.tensor([[0, -1], [0, 1]])}),
+        (ValueError, "experts must be a number that divides the 6 rows of weight, is 4", {"experts": 4}),
+        (ValueError, "experts must be a number", {"experts": 0}),
+        (ValueError, r"bias must have shape \(6,\), got \(5,\)", {"bias": torch.ones(5)}),
+        (ValueError, "shares must have shape", {"shares": torch.ones(B, 3)}),
+        (TypeError, "shares must be float32", {"shares": torch.ones(B, 2).half()}),
+    ],
     "qkv_append": [
         *OF_STORAGE,
         (
@@ -289,7 +311,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(8 * SIZE - 1, SIZE)}),
         (
             TypeError,
-            "k_cache must be float32, got torch.float16",
+            "k_cache must be float32 or float8_e4m3fn, got torch.float16",
             dict.fromkeys(("k_cache", "v_cache"), STORAGE.half()),
         ),
         (ValueError, r"an even R of at most 8, got shape \(9, 10\)", dict.fromkeys(("cos", "sin"), torch.ones(9, 10))),
@@ -343,7 +365,16 @@ def test_what_does_not_fit_is_named_and_writes_nothing(name: str, error: Any, me
                 assert not isinstance(got, torch.Tensor) or torch.equal(got, expected), key
 
 
-GRADIENTS = ("kv_append", "verify_attention", "rope_append", "add_rms_norm", "silu_mul", "linear_small", "qkv_append")
+GRADIENTS = (
+    "kv_append",
+    "verify_attention",
+    "rope_append",
+    "add_rms_norm",
+    "silu_mul",
+    "linear_small",
+    "experts_small",
+    "qkv_append",
+)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -38,25 +38,27 @@ def with_heads(matrix: QuantizedMatrix, head: float) -> QuantizedMatrix:
 
 
 def test_all_formats_have_tiles() -> None:
-    assert FORMATS.keys() | {"e4m3"} == LAYOUTS.keys()
+    assert FORMATS.keys() | {"e4m3", "e4m3_16"} == LAYOUTS.keys()
 
 
-def float8_of(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Floats of 8 bits, all finite ones among them, with scales from subnormal to large; and the products of both."""
+def float8_of(rows: int, columns: int, group: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Floats of 8 bits, all finite ones among them, with scales of groups of columns, from subnormal to large; and the products of both."""
     codes = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns) % 256
     codes = torch.where(codes & 127 == 127, 1, codes).to(torch.uint8)
     generator = torch.Generator().manual_seed(rows)
-    scale = torch.randn((rows, -(-columns // WIDTH)), generator=generator) * 1e-3
+    scale = torch.randn((rows, -(-columns // group)), generator=generator) * 1e-3
     scale[0] = 1e-40
     scale[-1] = -1e30
     weight = codes.view(torch.float8_e4m3fn)
-    return weight, scale, weight.float() * scale.repeat_interleave(WIDTH, 1)[:, :columns]
+    return weight, scale, weight.float() * scale.repeat_interleave(group, 1)[:, :columns]
 
 
+@pytest.mark.parametrize("group", [WIDTH, 16])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 256), (21, 300), (1, 20)])
-def test_floats_of_8_bits(rows: int, columns: int) -> None:
-    weight, scale, wanted = float8_of(rows, columns)
+def test_floats_of_8_bits(rows: int, columns: int, group: int) -> None:
+    weight, scale, wanted = float8_of(rows, columns, group)
     tiled = float8_in_tiles(weight, scale)
+    assert tiled.format == ("e4m3" if group == WIDTH else "e4m3_16")
     assert torch.equal(tiled.decoded(), wanted)
     assert torch.equal(ops.decode_rows(tiled, torch.tensor([rows - 1, 0])), wanted[[rows - 1, 0]])
 
@@ -64,7 +66,7 @@ def test_floats_of_8_bits(rows: int, columns: int) -> None:
 def test_floats_of_8_bits_that_do_not_fit_are_named() -> None:
     weight, scale, _ = float8_of(8, 256)
     with pytest.raises(
-        ValueError, match=r"float32 scales \[8, 2\], got torch.float8_e4m3fn and torch.float32 \[8, 1\]"
+        ValueError, match=r"float32 scales \[8, 2\] or \[8, 16\], got torch.float8_e4m3fn and torch.float32 \[8, 1\]"
     ):
         float8_in_tiles(weight, scale[:, :1])
     with pytest.raises(ValueError, match="weights that are not finite"):

@@ -127,6 +127,86 @@ def test_texts_of_replays(gpu, name, how):
     clean(gpu)
 
 
+@pytest.fixture
+def captures(monkeypatch):
+    """What has been captured, by the stages of its parts. Pipelines are made ready for texts of 150 tokens."""
+    monkeypatch.setattr(driving, "READY", 150)
+    monkeypatch.setattr(stage, "GRAPH_WIDTHS", (16, 64, 96))
+    seen, own = [], capturing.CaptureResources.capture
+
+    def capture(self, parts, *rest, **options):
+        seen.append([part[0].index for part in parts])
+        return own(self, parts, *rest, **options)
+
+    monkeypatch.setattr(capturing.CaptureResources, "capture", capture)
+    return seen
+
+
+@pytest.mark.parametrize("how", ["plain", "rounds", "streams"])
+def test_a_first_call_captures_nothing(gpu, captures, how):
+    """Neither steps nor prompts. More rows, and ways to choose tokens, are captured when they come."""
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        session = Session(gpu, random_llama(7), how)
+        made = len(captures)
+        # Of the target four: of all widths with the last column, and whole ones without.
+        assert made == {"plain": 1 + 4, "rounds": 1 + 4 + 3, "streams": made}[how]
+        for call in ("greedy", "long"):
+            session.call(call)
+        ids = torch.randint(3, VOCABULARY, (1, 130), generator=torch.Generator().manual_seed(1))
+        session.pipe.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert len(captures) == made
+        assert gpu.prompts > 0
+        session.call("two")
+        assert len(captures) > made
+    clean(gpu)
+
+
+def test_without_memory_for_longer_texts_the_smallest_steps_are_captured(gpu, captures, monkeypatch):
+    def full(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(GraphedStage, "capture_prompts", full)
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        session = Session(gpu, random_llama(7), "rounds")
+        assert all(not stage.all_buffers() for stage in session.pipe._driver.stages)
+        session.call("greedy")
+    clean(gpu)
+
+
+@pytest.mark.parametrize("how", ["plain", "rounds", "streams"])
+def test_keys_and_values_in_8_bits(gpu, how):
+    """The text is that of captured plain decoding with them, also where a text goes on from a prefix of an earlier one, and of several rows."""
+    model = random_llama(7)
+    options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+
+    def texts(pipe):
+        first = pipe.generate(random_prompts(1, seed=5, shortest=6)[0][None], max_new_tokens=12, **options).sequences
+        ids = torch.cat([first, random_prompts(1, seed=6, shortest=6)[0][None]], 1)
+        second = pipe.generate(ids, max_new_tokens=12, **options).sequences
+        ids, mask = left_pad(random_prompts(2, seed=7, shortest=70, longest=90))
+        return first, second, pipe.generate(ids, attention_mask=mask, max_new_tokens=12, **options).sequences
+
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        drafts = [] if how == "plain" else [noisy(model, 0.05)]
+        with Pipeline(model, drafts, kv_dtype="float8_e4m3fn", **HOW[how]) as pipe:
+            found = texts(pipe)
+            for stage in pipe._driver.stages:
+                assert stage.buffers.cache.dtype == torch.float8_e4m3fn
+                assert stage.form == "fused"
+            assert pipe.config.kv_dtype == "float8_e4m3fn"
+        with Pipeline(copy.deepcopy(model), kv_dtype="float8_e4m3fn", prefix_cache=0, **HOW["plain"]) as alone:
+            assert all(map(torch.equal, found, texts(alone)))
+    clean(gpu)
+
+
+def test_keys_in_8_bits_without_captured_steps():
+    model = random_llama(7)
+    with pytest.raises(ValueError, match=r"kv_dtype='float8_e4m3fn' is for captured steps on a GPU: leave it out"):
+        Pipeline(model, kv_dtype="float8_e4m3fn")
+    with pytest.raises(ValueError, match=r"kv_dtype='int8' is not one of 'float8_e4m3fn'"):
+        Pipeline(model, kv_dtype="int8")
+
+
 NODES = {"qkv_append": 1, "verify_attention": 1, "linear_small": 3}
 """Of ``pipespec_kernels.ops``, in each layer of a step: one launch each."""
 

@@ -144,6 +144,10 @@ FLOATS_8 = {
         compressed("float-quantized", 8, block_structure=[64, 128]),
         lambda m: m.floats_of_8_bits("weight_scale", (64, 128)),
     ),
+    "compressed-tensors, small blocks": (
+        compressed("float-quantized", 8, block_structure=[32, 32]),
+        lambda m: m.floats_of_8_bits("weight_scale", (32, 32)),
+    ),
     "modelopt, floats of 8 bits": (
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         lambda m: m.floats_of_8_bits("weight_scale", None),
@@ -232,6 +236,8 @@ def test_floats_of_8_bits_that_do_not_fit_are_named(tmp_path, change, words):
         (8, 384, (8,), [(128, 128)]),
         (8, 384, (8, 1), [None]),
         (256, 384, (2, 2), [(64, 128), (128, 256)]),
+        (8, 384, (8, 12), []),  # groups of 32 inputs
+        (64, 400, (2, 9), [(32, 48)]),
     ],
 )
 def test_scales_belong_to_what_their_shape_says(rows, inputs, scales, sizes):
@@ -241,12 +247,13 @@ def test_scales_belong_to_what_their_shape_says(rows, inputs, scales, sizes):
     found = group_checkpoints._floats8(weight, factors, *sizes)
     of_rows, of_inputs = (
         -(-rows // scales[0]),
-        inputs if len(scales) == 1 or scales[1] == 1 else sizes[-1][1] if sizes else 128,
+        inputs if len(scales) == 1 or scales[1] == 1 else sizes[-1][1] if sizes else inputs // scales[1],
     )
     spread = (
         factors.reshape(scales[0], -1).repeat_interleave(of_rows, 0)[:rows].repeat_interleave(of_inputs, 1)[:, :inputs]
     )
-    assert torch.equal(found.scale.repeat_interleave(128, 1)[:, :inputs], spread)
+    group = 16 if of_inputs % 128 else 128
+    assert torch.equal(found.scale.repeat_interleave(group, 1)[:, :inputs], spread)
 
 
 def test_floats_of_8_bits_beside_other_formats_are_refused(tmp_path):

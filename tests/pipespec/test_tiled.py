@@ -12,15 +12,24 @@ import torch
 from pipespec import Pipeline
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.forward import described as described_form
-from pipespec.models import tiled
+from pipespec.models import quantizing, tiled
 from pipespec.models.loading import load_model
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear, check_files
+from pipespec.models.quantized import (
+    Int8Linear,
+    JoinedLinear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    QuantizedLinear,
+    check_files,
+)
 from pipespec.models.quantizing import described, quantized, skeleton
 from pipespec.models.tiled import TiledEmbedding, TiledLinear, on_gpu
+from pipespec.schedules.base import SpeedWarning
 from pipespec_kernels.formats import dequantize, quantize
 from pipespec_kernels.tiles import in_tiles
 from tests.conftest import VOCABULARY, left_pad, random_prompts
 from tests.pipespec import gguf_files
+from tests.pipespec import test_gguf_architectures as gguf_architectures
 from tests.pipespec import test_group_checkpoints as group_checkpoints
 from tests.pipespec.test_fused import check_static_logits
 from tests.pipespec.test_graph_emulator import HOW
@@ -140,7 +149,7 @@ def test_floats_of_8_bits_stay(tmp_path, on_the_cpu, kind):
     model = load_model(tmp_path, device="cuda")
     assert on_the_cpu == [("cuda", torch.bfloat16)]
     for name, wanted in values.items():
-        assert model.get_submodule(name).form.format == "e4m3"
+        assert model.get_submodule(name).form.format == ("e4m3_16" if "small" in kind else "e4m3")
         assert torch.equal(model.get_submodule(name).matrix.decoded(), wanted)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     model.set_attn_implementation(ATTENTION)
@@ -189,13 +198,106 @@ def test_blocks_that_were_moved_are_refused():
         linear.to("meta")(torch.randn(1, 32))
 
 
-def test_experts_in_blocks_are_refused(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+TYPES = {"ffn_up_exps": "q8_0", "blk.1.ffn_down_exps": "f32", "blk.1.ffn_gate_exps": "q8_0", "": "q4_0"}
+"""Gates and ups of two formats in one layer, of one in the other, where the downs are floats."""
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory):
+    """A file of Qwen3-MoE."""
+    path = tmp_path_factory.mktemp("experts") / "m.gguf"
     keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
-    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | experts)
-    gguf_files.write(model, tmp_path / "m.gguf", metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
-    with pytest.raises(ValueError, match="experts in blocks are multiplied on the CPU only"):
+    model = gguf_files.tiny("qwen3_moe", gguf_files.SIZES | {"vocab_size": VOCABULARY} | EXPERTS)
+    gguf_files.write(model, path, TYPES, metadata={f"qwen3moe.{key}": n for key, n in keys.items()})
+    return path
+
+
+def floats_of(part, experts):
+    """The matrices of all experts."""
+    weight = dequantize(part.matrix) if isinstance(part, QuantizedLinear) else part.weight
+    return weight.unflatten(0, (experts, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_are_those_of_the_dequantised_model(with_experts, dtype):
+    """Few columns, more than a launch takes, and so many that one expert comes after the other."""
+    blocks = load_model(with_experts)
+    made = on_gpu(copy.deepcopy(blocks), "cpu", dtype)
+    own = {name: module for name, module in blocks.named_modules() if isinstance(module, QuantizedExperts)}
+    assert [len(made.get_submodule(name).gate_up) for name in own] == [2, 1]
+    for name, module in own.items():
+        gate, up, down = (floats_of(part, 4).to(dtype) for part in (module.gate, module.up, module.down))
+        for columns in (3, 20, 300):
+            x = torch.randn(columns, 64, generator=torch.Generator().manual_seed(columns)).to(dtype)
+            chosen = torch.rand(columns, 4, generator=torch.Generator().manual_seed(1)).topk(2).indices
+            shares = torch.rand(columns, 2, generator=torch.Generator().manual_seed(2)).to(dtype)
+            each = [module.act_fn(x @ gate[e].T) * (x @ up[e].T) @ down[e].T for e in range(4)]
+            wanted = torch.stack(each, 1)[torch.arange(columns)[:, None], chosen] * shares[..., None]
+            ours = made.get_submodule(name)(x, chosen, shares)
+            at_most = (1e-5 if dtype is torch.float32 else 0.03) * float(wanted.abs().max())
+            torch.testing.assert_close(ours, wanted.sum(1), rtol=0, atol=at_most)
+
+
+def test_experts_whose_rows_fill_no_bands_are_refused(tmp_path):
+    sizes = gguf_files.SIZES | {"vocab_size": VOCABULARY} | EXPERTS | {"moe_intermediate_size": 36}
+    model = gguf_files.tiny("qwen3_moe", sizes)
+    keys = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 36}
+    metadata = {f"qwen3moe.{key}": n for key, n in keys.items()}
+    gguf_files.write(model, tmp_path / "m.gguf", {"down_exps": "f32", "": "q8_0"}, metadata=metadata)
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.mlp\.experts: on a GPU .* a multiple of 8 rows, and these have 36"
+    ):
         on_gpu(load_model(tmp_path / "m.gguf"), "cpu", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("types", "held"), [({"": "q4_0"}, {"q4_0"}), ({"attn_gate": "f32", "": "q8_0"}, {"q8_0", "floats"})]
+)
+def test_gated_delta_nets_of_a_file(tmp_path, types, held):
+    """Their queries and gates are two matrices, and their heads lie in another order than in the model."""
+    gguf_architectures.need("qwen3_next")
+    more, metadata = gguf_architectures.CASES["qwen3_next"]
+    metadata = {f"qwen3next.{key}": value for key, value in metadata.items()}
+    path = tmp_path / "m.gguf"
+    stored = gguf_files.write(gguf_files.tiny("qwen3_next", gguf_files.SIZES | more), path, types, metadata=metadata)
+    made = on_gpu(load_model(path), "cpu", torch.float32)
+    found = made.model.layers[0].linear_attn
+    assert {part.format for part in found.in_proj_qkvz.form.parts} == held
+    for at in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
+        weight = stored[f"model.layers.0.linear_attn.{at}.weight"]
+        x = torch.randn(7, weight.shape[1])
+        torch.testing.assert_close(found.get_submodule(at)(x), x @ weight.T, rtol=1e-4, atol=1e-4)
+    whole = found.in_proj_qkvz
+    form = pickle.loads(pickle.dumps(whole.form))
+    built = JoinedLinear.empty(form, lambda part: quantizing._empty(part, whole, False))
+    ours, theirs = ({name: (t.shape, t.dtype) for name, t in m.state_dict().items()} for m in (whole, built))
+    assert ours == theirs
+
+
+def test_captured_texts_with_experts(gpu, with_experts, on_the_cpu):
+    """In transformers' modules, whose experts need nothing from the host."""
+    target = load_model(with_experts, dtype="float32", device="cuda")
+    ids, mask = left_pad(random_prompts(2, seed=5, shortest=6))
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "attention_mask": mask,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    twin = copy.deepcopy(target)
+    with gpu.watching():
+        with pytest.warns(SpeedWarning, match="run transformers' modules"):
+            pipe = Pipeline(target, [copy.deepcopy(target)], **HOW["rounds"])
+        with pipe:
+            text = pipe.generate(ids, **options)
+            assert pipe.report.schedule == "lockstep"
+    twin.set_attn_implementation("sdpa")
+    with Pipeline(twin, schedule="plain") as alone:
+        assert torch.equal(text, alone.generate(ids, **options))
+    assert gpu.faults == []
+    assert gpu.replays > 0
 
 
 def test_a_worker_builds_the_same_modules():

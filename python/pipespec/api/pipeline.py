@@ -82,12 +82,10 @@ class Pipeline(BasePipeline):
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
         trust_remote_code: Allow the Python code in a model's folder to run.
-        native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its
-            logits agreed with transformers' on probes, in float32 within 1e-5 of their range; ``report.stages[i].forward`` says which forward ran.
-            Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
+        native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its logits agreed with transformers' on probes, in float32 within
+            1e-5 of their range; ``report.stages[i].forward`` says which forward ran. Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one in its folder.
-        draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as
-            an entry: the tokenizer in the draft's folder, or the target's if there is none.
+        draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as an entry: the tokenizer in the draft's folder, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
             same in every batch, with every draft, in every schedule on this machine. For targets on the CPU that run in the native form, and for
             captured steps of targets that run in the fused form. The two forms round differently.
@@ -95,8 +93,8 @@ class Pipeline(BasePipeline):
             text. ``"rejection"`` accepts, in expectation, at least as many draft tokens: rejection sampling (Leviathan et al. 2023). The text has the
             target's distribution, too, but depends on the draft and on ``lookahead``. It is for one draft model in ``schedule="lockstep"``, which it
             chooses by default. The distributions take ``4 * rows * (lookahead + 1) * vocabulary`` bytes.
-        prefix_cache: Bytes of keys and values of earlier texts that each model keeps: a call reads only what its prompt adds to the longest prefix of them.
-            The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the free memory. Concurrent calls share it equally.
+        prefix_cache: Bytes of keys and values of earlier texts that each model keeps: a call reads only what its prompt adds to the longest prefix of them. The text is the same. The last text always stays. 0: nothing is kept. Default: an eighth of the free memory. Concurrent calls share it equally.
+        kv_dtype: ``"float8_e4m3fn"``: captured steps keep keys and values of all models but draft heads in 8 bits, which halves what a step reads of them. They are rounded, so the text is another one, the same in all captured schedules. Default: the model's dtype.
 
     A target that transformers has sharded over processes (``tp_plan``) runs in all of them: every rank builds the same pipeline and makes the same
     calls, and each returns the text. Rank 0 runs the drafts.
@@ -139,6 +137,7 @@ class Pipeline(BasePipeline):
         exact: bool = False,
         acceptance: str = "coupled",
         prefix_cache: int | None = None,
+        kv_dtype: str | None = None,
         tokenizer: Any = None,
         draft_tokenizers: Any = None,
     ) -> None:
@@ -169,6 +168,7 @@ class Pipeline(BasePipeline):
             "exact": exact,
             "acceptance": acceptance,
             "prefix_cache": prefix_cache,
+            "kv_dtype": kv_dtype,
         }
         # 1. The configuration: the options are checked before any model is read.
         config = SpeculationConfig.of(given, schedule=schedule or LOCKSTEP.name, **options)
@@ -343,9 +343,13 @@ class Pipeline(BasePipeline):
 
 
 def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
-    """Check the target's form for ``exact``. A driver of captured steps checks its own."""
+    """Check the target's form for ``exact``, and that there are captured steps for ``kv_dtype``. A driver of captured steps checks its own form."""
     if config.exact and not config.graphs:
         check_exact(models[-1])
+    if config.kv_dtype is not None and not config.graphs:
+        raise ValueError(
+            f"kv_dtype={config.kv_dtype!r} is for captured steps on a GPU: leave it out, or use graphs=True there"
+        )
 
 
 def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
@@ -357,21 +361,23 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
         if config.exact:
             # The steps that run instead have other bits.
             raise ValueError(f"exact=True: {reason}; pass graphs=False or exact=False") from error
+    kept = "" if config.kv_dtype is None else f", and kv_dtype={config.kv_dtype!r} has no effect"
     if config.schedule_row.is_captured:
         try:
-            driver = make_driver(models, replace(config, schedule=WORKERS.name, graphs=False))
-            warn_of_speed(f"{reason}; schedule={WORKERS.name!r} is used instead")
+            driver = make_driver(models, replace(_eager(config), schedule=WORKERS.name))
+            warn_of_speed(f"{reason}; schedule={WORKERS.name!r} is used instead{kept}")
             return driver
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
-    warn_of_speed(f"{reason}; the steps run one by one, in lockstep, without graphs")
+    warn_of_speed(f"{reason}; the steps run one by one, in lockstep, without graphs{kept}")
     return make_driver(models, _eager(config))
 
 
 def _eager(config: SpeculationConfig) -> SpeculationConfig:
     """The same without graphs."""
-    return replace(config, schedule=LOCKSTEP.name if config.schedule_row.is_captured else config.schedule, graphs=False)
+    schedule = LOCKSTEP.name if config.schedule_row.is_captured else config.schedule
+    return replace(config, schedule=schedule, graphs=False, kv_dtype=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,8 @@ def attention_forward(
             asked = ", ".join(name for name, is_asked in cannot.items() if is_asked)
             raise RuntimeError(f"a RowCache without a mask does not work with {asked}")
     elif attention_mask is not None or any(cannot.values()) or is_fast:
+        # Storage may have a dtype of its own.
+        key, value = key.to(query.dtype), value.to(query.dtype)
         result: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
         )

@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from pipespec.engine.cache_forward import ForwardCache
-from pipespec.engine.cache_storage import Features, RowFeatures
+from pipespec.engine.cache_storage import Features, RowFeatures, store
 from pipespec.models.compat import query_length
 from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout, UnsupportedLayers
@@ -100,7 +100,7 @@ class RowCache(ForwardCache, Cache):
         capacity: positions per row.
         dtype: of the model's hidden states, and of keys and values unless :func:`pipespec.models.properties.kv_dtype` says otherwise.
         device: of token ids, masks and positions, and of the storage.
-        static: fixed addresses and lengths on the device, see above. On one device only.
+        static: fixed addresses and lengths on the device, see above. On one device only. A dtype: likewise, and keys and values are kept in it.
         layer_devices: per layer, where its keys and values lie; None: all on ``device``.
         kv_heads: key/value heads per layer; None: as the configuration says. A process of a tensor-parallel group holds a part of them.
 
@@ -121,7 +121,7 @@ class RowCache(ForwardCache, Cache):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        static: bool = False,
+        static: bool | torch.dtype = False,
         layer_devices: Sequence[torch.device] | None = None,
         kv_heads: int | None = None,
     ) -> None:
@@ -144,13 +144,23 @@ class RowCache(ForwardCache, Cache):
         if static and is_split:
             raise ValueError(f"a static RowCache lies on one device, not on {devices}")
         ForwardCache.__init__(
-            self, config, layout, rows, capacity, dtype=dtype, device=device, static=static, layer_devices=layer_devices
+            self,
+            config,
+            layout,
+            rows,
+            capacity,
+            dtype=dtype,
+            device=device,
+            static=static,
+            layer_devices=layer_devices,
         )
         self._check_attention()
         Cache.__init__(self, layers=[_RowLayer(self, i) for i in range(config.num_hidden_layers)])
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool = False) -> RowCache:
+    def for_model(
+        cls, model: PreTrainedModel, rows: int, capacity: int, *, static: bool | torch.dtype = False
+    ) -> RowCache:
         """A cache for ``model``, in its dtype, on the devices of its layers. Other arguments and errors are those of the class."""
         at = LayerDevices.of(model)
         return cls(
@@ -186,14 +196,14 @@ class RowCache(ForwardCache, Cache):
         if end > self.capacity:
             raise ValueError(f"RowCache is full: row {row} holds {begin} of {self.capacity} tokens, not {more} more")
         alone = RowCache(self._config, 1, end, dtype=self.compute_dtype, device=self.device)
-        for store, other in zip(alone._stores, self._stores, strict=True):
-            store[:, 0, :, :begin].copy_(other[:, row, :, :begin])
+        for own, other in zip(alone._stores, self._stores, strict=True):
+            store(own[:, 0, :, :begin], other[:, row, :, :begin])
         alone._set([begin])
         if isinstance(self.features, Features):
             alone.features = RowFeatures(self.features, row)
         yield alone
-        for store, other in zip(alone._stores, self._stores, strict=True):
-            other[:, row, :, begin:end].copy_(store[:, 0, :, begin:end])
+        for own, other in zip(alone._stores, self._stores, strict=True):
+            store(other[:, row, :, begin:end], own[:, 0, :, begin:end])
         self._set([end if r == row else n for r, n in enumerate(self._lengths)])
 
     def __repr__(self) -> str:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipespec.engine.attention import ATTENTION, MaskKind, attach_lengths, lengths_only, mask_kind
-from pipespec.engine.cache_storage import RowStorage
+from pipespec.engine.cache_storage import RowStorage, store
 from pipespec_kernels import ops
+from pipespec_kernels.kept import KEPT, kept
 from pipespec_kernels.recurrent import States
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ class ForwardCache(RowStorage):
 
         Returns:
             Keys and values ``[rows, kv_heads, max(lengths) + q, head_dim]``, views unless they are kept in another dtype; all of a static cache's
-            storage.
+            storage, as it is.
 
         Raises:
             ValueError: another shape or dtype, or beyond the capacity; nothing was written.
@@ -289,16 +290,19 @@ class ForwardCache(RowStorage):
         device = self.layer_devices[layer_idx]
         if self.uses_device_lengths:
             lengths = self._lengths_on[device] if self._followed is None else self._followed
-            ops.kv_append(key_states, value_states.to(self.dtype), keys, values, lengths)
+            dtype = key_states.dtype if self.dtype is KEPT else self.dtype
+            ops.kv_append(key_states, value_states.to(dtype), keys, values, lengths)
             attach_lengths(keys, lengths, self.windows[layer_idx])
         elif self._even:
-            keys[:, :, self._top :].copy_(key_states)
-            values[:, :, self._top :].copy_(value_states)
+            store(keys[:, :, self._top :], key_states)
+            store(values[:, :, self._top :], value_states)
         else:
             # Under autocast only the keys have the model's dtype.
-            for store, new in ((keys, key_states), (values, value_states)):
-                store.transpose(1, 2)[self._places[device]] = new.transpose(1, 2).to(self.dtype)
+            for held, new in ((keys, key_states), (values, value_states)):
+                held.transpose(1, 2)[self._places[device]] = kept(new.transpose(1, 2), self.dtype)
         self._leave(layer_idx)
+        if self.uses_device_lengths:
+            return keys, values  # attention by lengths reads them as they are
         return keys.to(key_states.dtype), values.to(key_states.dtype)
 
     def _check(self, states: torch.Tensor, values: torch.Tensor) -> None:

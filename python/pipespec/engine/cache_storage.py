@@ -16,9 +16,15 @@ from pipespec.config import WIDTH
 from pipespec.models.layout import CacheLayout, LayerSizes
 from pipespec.models.properties import kv_dtype
 from pipespec_kernels.decoder import Taps
+from pipespec_kernels.kept import KEPT, kept
 
 HUGE_PAGE = 2 << 20
 """Bytes of a huge page on Linux."""
+
+
+def store(into: torch.Tensor, given: torch.Tensor) -> None:
+    """Copy keys or values into storage of a cache. In 8 bits those beyond its range become its largest numbers."""
+    into.copy_(kept(given, into.dtype) if given.dtype != into.dtype else given)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -169,13 +175,14 @@ class RowStorage:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        static: bool,
+        static: bool | torch.dtype,
         layer_devices: Sequence[torch.device],
     ) -> None:
         self._config, self._layout = config, layout
         self.compute_dtype, self.device, self.layer_devices = dtype, device, tuple(layer_devices)
-        self.dtype = dtype if static else kv_dtype(config, dtype, device)
-        self.is_static, self._on_gpus = static, all(at.type == "cuda" for at in (device, *layer_devices))
+        own = dtype if static else kv_dtype(config, dtype, device)
+        self.dtype = static if isinstance(static, torch.dtype) else own
+        self.is_static, self._on_gpus = static is not False, all(at.type == "cuda" for at in (device, *layer_devices))
         # Per layer with keys and values, its index among those.
         self._attention = {layer: i for i, layer in enumerate(layout.attention)}
         # Layers behind it read what it has stored.
@@ -396,7 +403,7 @@ class RowStorage:
                 if other is not self:
                     mine, theirs = (*self._keys, *self._values), (*other._keys, *other._values)
                     for to, held in zip(mine, theirs, strict=True):
-                        to[row, :, :n].copy_(held[of, :, :n])
+                        store(to[row, :, :n], held[of, :, :n])
                     if isinstance(self.features, Features):
                         self.features.take_row(row, other.features, of, n)
                 if self._ring is not None and other._ring is not None:
@@ -430,7 +437,7 @@ class RowStorage:
                 raise ValueError(f"keys and values of shape {list(given.shape)} cannot be loaded as {list(shape)}")
         with torch.inference_mode(False), torch.no_grad():
             for held, given in pairs:
-                held[:, :, :n].copy_(given)
+                store(held[:, :, :n], given)
         lengths = [n] * self.rows if lengths is None else list(lengths)
         self._set(lengths)
         if self._ring is not None:
@@ -444,11 +451,14 @@ class RowStorage:
             lengths: per row, those of the states of recurrent layers, from :meth:`restorable`; None: the present ones.
 
         Returns:
-            The keys and values of the used prefix, views ``[rows, kv_heads, max(lengths), head_dim]``; of a recurrent layer the last inputs
+            The keys and values of the used prefix, views, or copies of those in 8 bits, ``[rows, kv_heads, max(lengths), head_dim]``; of a recurrent layer the last inputs
             of its convolution ``[rows, channels, taps]`` and its state ``[rows, heads, key_dim, value_dim]``, copies; None of a layer that has neither.
         """
         pairs = (
-            (keys[:, :, : self._top], values[:, :, : self._top])
+            tuple(
+                part.to(self.compute_dtype) if self.dtype is KEPT else part
+                for part in (keys[:, :, : self._top], values[:, :, : self._top])
+            )
             for keys, values in zip(self._keys, self._values, strict=True)
         )
         recurrent = () if self._ring is None else self._ring.export(lengths or self._lengths)

@@ -204,7 +204,7 @@ class FusedForm(Form):
         if cache in self.tables:
             return
         with torch.inference_mode(False), torch.no_grad():
-            like = torch.empty(0, dtype=cache.dtype, device=cache.device)
+            like = torch.empty(0, dtype=cache.compute_dtype, device=cache.device)
             cos, sin = self._read.rotary(like, position_ids=torch.arange(cache.capacity, device=cache.device)[None])
             shape = self._read.shape
             columns = max(1, MAX_ROWS // cache.rows)

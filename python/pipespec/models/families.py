@@ -424,7 +424,7 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
 
 def is_opaque(linear: Any) -> bool:
     """Whether a module in the place of a linear one multiplies in a way of its own: quantised, or with an adapter."""
-    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, TiledLinear)
+    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, TiledLinear, StackedLinear)
     return not own or any(type(p) is not nn.Parameter for p in linear._parameters.values() if p is not None)
 
 

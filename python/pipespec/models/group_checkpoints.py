@@ -37,7 +37,7 @@ Settings = Mapping[str, Any]
 
 
 class Floats8(NamedTuple):
-    """A matrix of floats of 8 bits: float8_e4m3fn ``[outputs, inputs]``, and scales ``[outputs, groups]`` in float32, each for 128 inputs."""
+    """A matrix of floats of 8 bits: float8_e4m3fn ``[outputs, inputs]``, and scales ``[outputs, groups]`` in float32, each for 128 inputs, or for 16."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -332,7 +332,7 @@ def _unpack_awq(get: Get, settings: Settings) -> Unpacked:
 
 
 def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] | None) -> Floats8:
-    """A matrix whose scales belong to it, to each row, to 128 inputs of a row, or to blocks of one of ``sizes``, so many rows and inputs.
+    """A matrix whose scales belong to it, to each row, to 128, 64, 32 or 16 inputs of a row, or to blocks of one of ``sizes``, so many rows and inputs.
 
     Raises:
         ValueError: weights that are not finite, or scales of other parts.
@@ -345,18 +345,19 @@ def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] |
     groups = -(-inputs // 128)
     if scales.numel() == 1:
         return Floats8(weight, scales.reshape(1, 1).expand(rows, groups).contiguous())
-    blocks = [(size[0], size[1]) for size in sizes if size] + [(1, 128)]
+    blocks = [(size[0], size[1]) for size in sizes if size] + [(1, n) for n in (128, 64, 32, 16)]
     fit = (size for size in blocks if tuple(scales.shape) == (-(-rows // size[0]), -(-inputs // size[1])))
     of_rows, of_inputs = next(fit, (0, 0))
     if not of_rows and tuple(scales.shape) in ((rows,), (rows, 1)):
         return Floats8(weight, scales.reshape(rows, 1).expand(rows, groups).contiguous())
-    if not of_rows or of_inputs % 128:
+    if not of_rows or of_inputs % 16:
         raise ValueError(
             f"scales {list(scales.shape)} of {list(weight.shape)} floats of 8 bits are not supported: those of the matrix, of its rows, or of blocks whose inputs "
-            "are a multiple of 128 are"
+            "are a multiple of 16 are"
         )
-    of_tiles = scales.repeat_interleave(of_inputs // 128, 1)[:, :groups]
-    return Floats8(weight, of_tiles.repeat_interleave(of_rows, 0)[:rows].contiguous())
+    group = 16 if of_inputs % 128 else 128
+    of_groups = scales.repeat_interleave(of_inputs // group, 1)[:, : -(-inputs // group)]
+    return Floats8(weight, of_groups.repeat_interleave(of_rows, 0)[:rows].contiguous())
 
 
 def _unpack_fp8(get: Get, settings: Settings) -> Unpacked:

@@ -198,20 +198,12 @@ class JoinedLinear(nn.Module):
         return Joined(tuple(part.form for part in parts), outputs, inputs)
 
     @classmethod
-    def empty(cls, form: Joined) -> JoinedLinear:
-        """A module of a form, with memory that is not filled."""
-        parts: list[nn.Module] = []
-        for part in form.parts:
-            if part.format == FLOATS:
-                parts.append(StackedLinear(torch.empty(part.rows, part.columns)))
-                continue
-            data = torch.empty((part.rows, FORMATS[part.format].row_bytes(part.columns)), dtype=torch.uint8)
-            matrix = QuantizedMatrix(FORMATS[part.format], data, (part.rows, part.columns))
-            parts.append(QuantizedLinear(matrix, None, part.heads))
+    def empty(cls, form: Joined, make: Callable[[Blocks], nn.Module]) -> JoinedLinear:
+        """A module of a form, with memory that is not filled. ``make``: makes its parts likewise."""
         orders = (
             None if count is None else torch.empty(count, dtype=torch.int64) for count in (form.outputs, form.inputs)
         )
-        return cls(parts, *orders)
+        return cls([make(part) for part in form.parts], *orders)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
@@ -220,21 +212,39 @@ class JoinedLinear(nn.Module):
         return out if self.outputs is None else out[..., self.outputs]
 
 
-class QuantizedExperts(nn.Module):
-    """The experts of a feed-forward, some or all of whose matrices are in blocks, in the place of a module of transformers.
+class OwnExperts(nn.Module):
+    """What experts whose matrices pipespec holds have of the module whose place they take.
 
     Args:
         own: that module. With a ``limit`` it is gpt-oss's.
+    """
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.num_experts: int = own.num_experts
+        self.act_fn: Any = getattr(own, "act_fn", None)
+        self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
+
+    def activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """What the downs multiply."""
+        if not self.limit:
+            return self.act_fn(gate) * up
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+class QuantizedExperts(OwnExperts):
+    """The experts of a feed-forward, some or all of whose matrices are in blocks, in the place of a module of transformers.
+
+    Args:
+        own: that module.
         gate: ``[experts * intermediate, hidden]``, with the biases of all experts, or without.
         up: as ``gate``.
         down: ``[experts * hidden, intermediate]``.
     """
 
     def __init__(self, own: Any, gate: Stacked, up: Stacked, down: Stacked) -> None:
-        super().__init__()
-        self.num_experts: int = own.num_experts
-        self.act_fn: Any = getattr(own, "act_fn", None)
-        self.limit, self.alpha = getattr(own, "limit", 0.0), getattr(own, "alpha", 0.0)
+        super().__init__(own)
         self.gate, self.up, self.down = gate, up, down
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -243,15 +253,9 @@ class QuantizedExperts(nn.Module):
         for expert in chosen.unique().tolist():
             column, place = torch.where(chosen == expert)
             gate, up = (self._part(part, expert)(x[column]) for part in (self.gate, self.up))
-            one = self._part(self.down, expert)(self._activated(gate, up)) * weights[column, place, None]
+            one = self._part(self.down, expert)(self.activated(gate, up)) * weights[column, place, None]
             out.index_add_(0, column, one.to(out.dtype))
         return out
-
-    def _activated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        if not self.limit:
-            return self.act_fn(gate) * up
-        gate = gate.clamp(max=self.limit)
-        return gate * torch.sigmoid(gate * self.alpha) * (up.clamp(-self.limit, self.limit) + 1)
 
     def _part(self, stacked: Stacked, expert: int) -> Stacked:
         """The matrix of one expert. Its packed copy goes with it: those of all would take the file's size again."""
@@ -309,13 +313,14 @@ class Float8Linear(_ScaledLinear):
 
     Args:
         weight: float8_e4m3fn ``[outputs, inputs]``.
-        scale: float32 ``[outputs, groups]``, each for 128 inputs.
+        scale: float32 ``[outputs, groups]``, each for 128 inputs, or for 16.
         bias: ``[outputs]``, or None.
     """
 
     def decoded(self) -> torch.Tensor:
         """The weights: float32 ``[outputs, inputs]``."""
-        return self.weight.float() * self.scale.repeat_interleave(128, 1)[:, : self.in_features]
+        group = 128 if self.scale.shape[1] == -(-self.in_features // 128) else 16
+        return self.weight.float() * self.scale.repeat_interleave(group, 1)[:, : self.in_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""

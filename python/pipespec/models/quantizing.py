@@ -7,6 +7,7 @@ both models, and no weight exists twice.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipespec.models.adapters import base_layer, is_adapted
 from pipespec.models.devices import not_whole_reason
 from pipespec.models.properties import quantisation
 from pipespec.models.quantized import (
+    FLOATS,
     INT8,
     Blocks,
     Int8Linear,
@@ -25,6 +27,7 @@ from pipespec.models.quantized import (
     JoinedLinear,
     QuantizedEmbedding,
     QuantizedLinear,
+    StackedLinear,
     has_blocks,
     untie,
 )
@@ -175,24 +178,27 @@ def skeleton(
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
         for name, (form, has_bias) in blocks.items():
+            module = model.get_submodule(name)
             if isinstance(form, Joined):
-                model.set_submodule(name, JoinedLinear.empty(form))
-                continue
-            bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
-            if form.format == INT8:
-                weight = torch.empty((form.rows, form.columns), dtype=torch.int8)
-                made: nn.Module = Int8Linear(weight, torch.empty(form.rows), bias)
-            elif form.tiled is not None:
-                made = empty_of(form, model.get_submodule(name), bias)
+                made: nn.Module = JoinedLinear.empty(form, functools.partial(_empty, module=module, has_bias=False))
             else:
-                of = FORMATS[form.format]
-                data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
-                matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
-                is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
-                made = (
-                    QuantizedEmbedding(matrix, form.scale)
-                    if is_embedding
-                    else QuantizedLinear(matrix, bias, form.heads)
-                )
+                made = _empty(form, module, has_bias)
             model.set_submodule(name, made)
     return model
+
+
+def _empty(form: Blocks, module: nn.Module, has_bias: bool) -> nn.Module:
+    """A module that holds its matrix as ``form`` says, in the place of ``module`` or of a part of it, with memory that is not filled."""
+    bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
+    if form.format == FLOATS:
+        return StackedLinear(torch.empty(form.rows, form.columns), bias)
+    if form.format == INT8:
+        return Int8Linear(torch.empty((form.rows, form.columns), dtype=torch.int8), torch.empty(form.rows), bias)
+    if form.tiled is not None:
+        return empty_of(form, module, bias)
+    of = FORMATS[form.format]
+    data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
+    matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
+    if isinstance(module, nn.Embedding):
+        return QuantizedEmbedding(matrix, form.scale)
+    return QuantizedLinear(matrix, bias, form.heads)

@@ -22,10 +22,11 @@ from pipespec.models.quantized import (
     Blocks,
     Float8Linear,
     Int8Linear,
-    JoinedLinear,
+    OwnExperts,
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
+    StackedLinear,
 )
 from pipespec_kernels import ops
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
@@ -34,6 +35,10 @@ from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH, TiledMatrix, float8_in_
 
 _ROWS = 1 << 15
 """Rows of a matrix that are written out in 16 bits at a time: all of a layer's, and a part of a head's."""
+
+
+_BY_EXPERT = 256
+"""Columns beyond which experts are multiplied one after the other, in products of the library, whose numbers the host waits for."""
 
 
 class _Tiled(nn.Module):
@@ -100,6 +105,63 @@ class TiledEmbedding(_Tiled):
         rows = ops.decode_rows(self.matrix, tokens.reshape(-1), dtype=self.form.tiled)
         out = rows.view(*tokens.shape, self.embedding_dim)
         return out if self.factor is None else out * self.factor
+
+
+_Stacked = TiledLinear | StackedLinear
+"""A matrix of all experts."""
+
+
+class TiledExperts(OwnExperts):
+    """The experts of a feed-forward whose matrices are in tiles, or in part in floats, in the place of :class:`QuantizedExperts`.
+
+    Args:
+        own: that module.
+        gate_up: gates and ups of each expert, one below the other; or gates, and ups, of all experts.
+        down: the downs of all experts.
+    """
+
+    def __init__(self, own: QuantizedExperts, gate_up: list[_Stacked], down: _Stacked) -> None:
+        super().__init__(own)
+        self.gate_up, self.down = nn.ModuleList(gate_up), down
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``: up to 256 columns without a wait for the device."""
+        if len(x) > _BY_EXPERT:
+            return self._by_expert(x, chosen, weights)
+        if weights.dtype != x.dtype:
+            weights = weights.float()
+        parts = (part.split(MAX_ROWS) for part in (x, chosen.contiguous(), weights.contiguous()))
+        return torch.cat([self._few(*part) for part in zip(*parts, strict=True)])
+
+    def _few(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        found = [self._product(x, part, chosen) for part in self.gate_up]
+        y = found[0] if len(found) == 1 else torch.cat(found, -1)
+        return self._product(self.activated(*y.chunk(2, -1)), self.down, chosen, shares=weights)
+
+    def _product(self, x: torch.Tensor, part: Any, chosen: torch.Tensor, **options: Any) -> torch.Tensor:
+        matrix = part.matrix if isinstance(part, TiledLinear) else part.weight
+        return ops.experts_small(x, matrix, chosen, part.bias, experts=self.num_experts, **options)
+
+    def _by_expert(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """In products of the library, with one expert's matrices at a time in 16 bits."""
+        out = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            column, place = torch.where(chosen == expert)
+            y = torch.cat([F.linear(x[column], *self._of(part, expert, x.dtype)) for part in self.gate_up], -1)
+            one = F.linear(self.activated(*y.chunk(2, -1)), *self._of(self.down, expert, x.dtype))
+            out.index_add_(0, column, (one * weights[column, place, None]).to(out.dtype))
+        return out
+
+    def _of(self, part: Any, expert: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Matrix and bias of one expert."""
+        rows = part.out_features // self.num_experts
+        own = slice(expert * rows, (expert + 1) * rows)
+        bias = None if part.bias is None else part.bias[own]
+        if not isinstance(part, TiledLinear):
+            return part.weight[own], bias
+        matrix = part.matrix
+        bands = matrix.data[own.start // BAND : own.stop // BAND]
+        return ops.decode_rows(TiledMatrix(matrix.format, bands, (rows, part.in_features)), dtype=dtype), bias
 
 
 def weights_in(model: nn.Module) -> int:
@@ -176,15 +238,20 @@ def put_in_tiles(
         Bytes of the matrices that have no tiles, before and after.
 
     Raises:
-        ValueError: it has experts in blocks, or matrices that are joined.
+        ValueError: it has experts whose rows tiles do not divide.
     """
-    _check_has_tiles(parts, device)
     made: dict[tuple[int, str], TiledMatrix] = {}  # a head that is the embedding has its memory
     new: Any
     fresh: nn.Module | None = None
+    within: tuple[str, ...] = ()  # experts
     before = after = 0
     for name, module in list(parts.named_modules()):
-        if not isinstance(module, (QuantizedLinear, QuantizedEmbedding, Int8Linear, Float8Linear)):
+        if isinstance(module, QuantizedExperts):
+            parts.set_submodule(name, _experts_in_tiles(name, module, device, dtype).eval())
+            within += (f"{name}.",)
+        if name.startswith(within) or not isinstance(
+            module, (QuantizedLinear, QuantizedEmbedding, Int8Linear, Float8Linear)
+        ):
             continue
         if isinstance(module, Float8Linear):
             new = TiledLinear(float8_in_tiles(module.weight, module.scale, device), dtype, module.bias)
@@ -214,17 +281,38 @@ def put_in_tiles(
     return before, after
 
 
-def _check_has_tiles(parts: nn.Module, device: torch.device | str) -> None:
-    """Raise ``ValueError`` for parts that only a CPU multiplies with."""
-    if any(isinstance(module, JoinedLinear) for module in parts.modules()):
-        raise ValueError(
-            f"gated delta nets whose heads lie in another order in their file run on the CPU only, not on {device}: leave out device=, or load the model's own "
-            "checkpoint there"
-        )
-    if any(isinstance(module, QuantizedExperts) for module in parts.modules()):
-        raise ValueError(
-            f"experts in blocks are multiplied on the CPU only, not on {device}: leave out device=, or load the model's own checkpoint there"
-        )
+def _experts_in_tiles(
+    name: str, module: QuantizedExperts, device: torch.device | str, dtype: torch.dtype
+) -> TiledExperts:
+    """Experts on a device, one matrix after the other. Gates and ups of one format are one matrix, expert by expert."""
+    found: list[Any] = []
+    for part in (module.gate, module.up, module.down):
+        rows = part.out_features // module.num_experts
+        bias = None if part.bias is None else nn.Parameter(part.bias.detach().to(device, dtype), requires_grad=False)
+        if isinstance(part, StackedLinear):
+            found.append(StackedLinear(part.weight.detach().to(device, dtype), bias))
+        elif rows % BAND:
+            raise ValueError(
+                f"{name}: on a GPU experts in blocks must have a multiple of {BAND} rows, and these have {rows}: leave out device=, or load the model's own checkpoint there"
+            )
+        else:
+            found.append(TiledLinear(in_tiles(part.matrix, device), dtype, bias))
+            if part.source is not None:
+                part.source.release_pages()
+    gate, up, down = found
+    if type(gate) is not type(up) or gate.form.format != up.form.format:
+        return TiledExperts(module, [gate, up], down)
+
+    def joined(*both: torch.Tensor) -> torch.Tensor:
+        return torch.cat([one.unflatten(0, (module.num_experts, -1)) for one in both], 1).flatten(0, 1)
+
+    bias = None if gate.bias is None else nn.Parameter(joined(gate.bias, up.bias), requires_grad=False)
+    if isinstance(gate, StackedLinear):
+        both: Any = StackedLinear(joined(gate.weight.detach(), up.weight.detach()), bias)
+    else:
+        shape = 2 * gate.out_features, gate.in_features
+        both = TiledLinear(TiledMatrix(gate.form.format, joined(gate.tiles, up.tiles), shape), dtype, bias)
+    return TiledExperts(module, [both], down)
 
 
 def _dequantised(fresh: Any, module: Any, device: torch.device | str, dtype: torch.dtype) -> Any:

@@ -67,7 +67,7 @@ def test_blocks_of_more_rows(device: torch.device, monkeypatch: pytest.MonkeyPat
     """Large matrices have larger tiles: other code, and sums of its own order."""
     monkeypatch.setattr(linear, "MANY", 32)
     given = Given((100, 600), torch.bfloat16, device)
-    assert linear.tile_of(100, 2).rows == 32
+    assert linear.tiles_for(100, 2)[0].rows == 32
     for how in HOW:
         whole = given(ops.linear_small, slice(16), how)
         close_product(whole.cpu(), given(reference.linear_small, slice(16), how).cpu(), {})

@@ -50,14 +50,15 @@ def check_products(
             assert torch.equal(ops.linear_small(given["x"][16 - n :], tiled, given["bias"]), whole[16 - n :])
 
 
-def test_products_of_floats_of_8_bits(device: torch.device) -> None:
-    """All codes, with scales that differ by row and by tile."""
+@pytest.mark.parametrize("group", [128, 16])
+def test_products_of_floats_of_8_bits(group: int, device: torch.device) -> None:
+    """All codes, with scales that differ by row and by tile, or by 16 columns."""
     for rows, columns in ((20, 300), (32, 512)):
-        weight, scale, weights = float8_of(rows, columns)
+        weight, scale, weights = float8_of(rows, columns, group)
         assert torch.equal(ops.decode_rows(float8_in_tiles(weight, scale, device)).cpu(), weights)
         # Weights of about 1, as the tolerance expects.
         scale = scale.sign() * 2.0 ** (torch.arange(scale.numel()).view(scale.shape) % 3 - 7)
-        weights = weight.float() * scale.repeat_interleave(128, 1)[:, :columns]
+        weights = weight.float() * scale.repeat_interleave(group, 1)[:, :columns]
         check_products(float8_in_tiles(weight, scale, device), weights, device, (torch.bfloat16, torch.float32))
 
 
@@ -111,6 +112,44 @@ def test_queries_keys_and_values(device: torch.device) -> None:
     tables = [table[:, :20].contiguous() for table in tables]
     with pytest.raises(ValueError, match="heads and halves of rotations in multiples of 8 rows, got 40 and 10"):
         ops.qkv_append(x, tiled, None, *tables, *stored[:2], lengths)
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q6_k", "mxfp4", "q8_0"])
+def test_experts_of_all_kinds_of_scales(name: str, device: torch.device) -> None:
+    """Against the dequantised weights of each expert; a row has the bits that it has alone, and experts that nobody has chosen do not matter."""
+    experts, rows, columns = 4, 24, 512 if name != "mxfp4" else 160
+    blocks = matrix_of(name, experts * rows, columns)
+    tiled, weights = in_tiles(blocks, device), dequantize(blocks).bfloat16()
+    given = given_by(experts * rows, columns, torch.bfloat16, device)
+    chosen = torch.tensor([[2, 0], [0, 2], [3, 2], [2, 3], [0, 3], [3, 0], [2, 0], [0, 2], [3, 2]], device=device)
+    x, bias, shares = given["x"][:9], given["bias"], torch.rand(9, 2, generator=torch.Generator().manual_seed(1))
+    on_cpu = x.cpu(), weights, chosen.cpu(), bias.cpu()
+    options = {"experts": experts, "shares": shares.to(device)}
+    first = ops.experts_small(x, tiled, chosen, bias, experts=experts)
+    close_product(first.cpu(), reference.experts_small(*on_cpu, torch.empty(9, 2, rows).bfloat16()), {})
+    mixed = ops.experts_small(x, tiled, chosen, bias, **options)
+    close_product(mixed.cpu(), reference.mix_experts(first.cpu(), shares), {})
+    each = x[:, None].expand(-1, 2, -1).contiguous()
+    assert torch.equal(ops.experts_small(each, tiled, chosen, bias, **options), mixed)
+    tiled.data[rows // 8 : 2 * rows // 8] = 255  # expert 1
+    for n in (1, 5):
+        options["shares"] = shares[n : n + 3].to(device)
+        assert torch.equal(ops.experts_small(x[n : n + 3], tiled, chosen[n : n + 3], bias, **options), mixed[n : n + 3])
+
+
+def test_experts_that_are_not_there(device: torch.device) -> None:
+    """The sums of their rows are NaN, others are as without."""
+    tiled = in_tiles(matrix_of("q8_0", 3 * 16, 64), device)
+    x, shares = torch.ones(3, 64, device=device), torch.ones(3, 2, device=device)
+    there, beyond = (torch.tensor([[0, 1], [2, n], [1, 0]], device=device) for n in (0, 3))
+    wanted = ops.experts_small(x, tiled, there, experts=3, shares=shares)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"chosen must be 0 \.\. 2"):
+            ops.experts_small(x, tiled, beyond, experts=3, shares=shares)
+        return
+    found = ops.experts_small(x, tiled, beyond, experts=3, shares=shares)
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], wanted[::2])
 
 
 def test_rows_that_are_not_there_are_nan(device: torch.device) -> None:

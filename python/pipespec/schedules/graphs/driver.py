@@ -21,7 +21,7 @@ from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
-from pipespec.models.properties import embedding_size
+from pipespec.models.properties import embedding_size, text_config
 from pipespec.process.interrupts import raise_handlers_error
 from pipespec.process.progress import working
 from pipespec.registry import imported, kind_of
@@ -43,6 +43,9 @@ _AHEAD = 2
 """Largest number of steps of a draft in flight on a GPU, so that the next one begins without the host. It also holds for plain decoding and
 rounds."""
 
+
+READY = 2048
+"""Positions of the texts of one row whose graphs, of greedy steps and over prompts, are captured with the pipeline, and whose buffers stay; 0: none are."""
 
 _SEEN = 64
 """Steps that the controller sees after those of which it has been told."""
@@ -84,6 +87,29 @@ def ends_at_once(target: GraphedStage, request: GenerationRequest) -> bool:
         n = block.length(target.index, row)
         ended.append(n >= limit or block.tokens(target.index, row, n - 1, n)[0] in request.eos)
     return all(ended)
+
+
+def capture_with_pipeline(driver: GraphedDriver) -> None:
+    """Capture what calls of one row and up to :data:`READY` positions launch; where there is no memory for that, the smallest steps, whose buffers do not stay.
+
+    Raises:
+        NotCapturable: A step cannot become a CUDA graph, or there is no memory for the smallest ones.
+    """
+    configs = [text_config(model.config) for model in driver.models if isinstance(model, PreTrainedModel)]
+    longest = min([READY, *(getattr(config, "max_position_embeddings", None) or READY for config in configs)])
+    for positions in dict.fromkeys((max(1, longest), 1)):
+        try:
+            driver.capture_ready(positions)
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, NotCapturable) or not is_out_of_memory(error):
+                raise
+            if positions == 1:
+                raise NotCapturable("the chain", "its static buffers and graphs", str(error)) from error
+            driver.drop_graphs()
+        else:
+            if positions > 1:
+                return
+        driver.release()
 
 
 class GraphedDriver(Driver):
@@ -129,6 +155,7 @@ class GraphedDriver(Driver):
             make = GraphedStage if row is None else imported(row.captured)
             exact = config.exact and is_target
             stage = make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
+            stage.kv_dtype = config.kv_dtype
             stage.needs_same_bits = is_target
             stage.keep_prefixes(config.prefix_cache)
             self._stages.append(stage)
@@ -141,7 +168,7 @@ class GraphedDriver(Driver):
             if config.exact:
                 check_exact(self.models[-1], captured=True)
             if self.on_gpu:
-                self._try_capture()
+                capture_with_pipeline(self)
         except BaseException:
             self.close()
             raise
@@ -310,7 +337,7 @@ class GraphedDriver(Driver):
         layout = self.block.memory.address, self.block.rows, self.block.capacity
         if self.context is None or self.context.layout != layout:
             # The old copy of the block is released before the allocation.
-            self._drop_graphs()
+            self.drop_graphs()
             self.context = CaptureContext(self.block, self._stages, layout)
         context = self.context
         # Graphs over another stage's static buffers that have been replaced. The launcher may hold them.
@@ -366,35 +393,34 @@ class GraphedDriver(Driver):
     def _graphs_launched_with(self, key: GraphKey) -> dict[GraphKey, CapturedGraph]:
         return self._stages[key.launched.stage].buffers.graphs
 
-    def _drop_graphs(self) -> None:
+    def drop_graphs(self) -> None:
+        """Forget all graphs. While none runs."""
         self.scheduled.drop()
         self.context = None
         for buffers in (buffers for stage in self._stages for buffers in stage.all_buffers()):
             buffers.graphs.clear()
             buffers.prompt_graphs.clear()
 
-    def _try_capture(self) -> None:
-        """Capture the smallest steps. Raises :class:`NotCapturable`, also where there is no memory for them."""
-        inputs = StageInputs([np.zeros(1, dtype=np.int32)], [1], SamplingParams(), embedding_size(self.models[-1]))
-        try:
-            with torch.inference_mode(False), torch.no_grad():
-                for stage in self._stages:
-                    stage.prepare(inputs)
-                try:
-                    self.capture()
-                except NotCapturable as error:
-                    self._by_host = True
-                    self._drop_graphs()
-                    self.capture()
-                    if not self.refused:
-                        self.warn_slower(
-                            f"{error}; the host plans and commits each step, whose forward alone is a graph"
-                        )
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(error, NotCapturable) or not is_out_of_memory(error):
-                raise
-            raise NotCapturable("the chain", "its static buffers and graphs", str(error)) from error
-        self.release()
+    def capture_ready(self, positions: int) -> None:
+        """Capture what calls of one row and up to so many positions launch, beside the smallest steps their parts of prompts."""
+        vocabulary = embedding_size(self.models[-1])
+        inputs = StageInputs([np.zeros(1, dtype=np.int32)], [positions], SamplingParams(), vocabulary)
+        with torch.inference_mode(False), torch.no_grad():
+            for stage in self._stages:
+                stage.prepare(inputs)
+            self.block.ensure(1, positions + 2)
+            try:
+                self.capture()
+            except NotCapturable as error:
+                self._by_host = True
+                self.drop_graphs()
+                self.capture()
+                if not self.refused:
+                    self.warn_slower(f"{error}; the host plans and commits each step, whose forward alone is a graph")
+            if positions > 1:
+                with working(f"capturing the graphs over prompts (kept for calls of up to {positions} positions)"):
+                    for stage in self._stages:
+                        stage.capture_prompts()
 
     def release(self) -> None:
         self._is_ahead = False
@@ -403,7 +429,7 @@ class GraphedDriver(Driver):
 
     def close(self) -> None:
         self._is_ahead = False
-        self._drop_graphs()
+        self.drop_graphs()
         super().close()
         if self._attention is not None:
             self._attention.close()

@@ -64,6 +64,7 @@ class GraphedStage(Stage):
         exact: Whether the model must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
+        kv_dtype: Name of the dtype of keys and values; None: that of the model.
         is_prefilled: Whether the last prefill ended without an error.
         capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds, with or without the logits of the last one; None, as after
             :meth:`prepare`: the host launches it.
@@ -83,6 +84,7 @@ class GraphedStage(Stage):
         self._exact = exact
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
+        self.kv_dtype: str | None = None
         self.is_prefilled = False
         self.capture_prompt: Callable[[GraphedStage, int, Sequence[int], bool], Any] | None = None
         self._may_pad = False
@@ -165,12 +167,17 @@ class GraphedStage(Stage):
         return form, hash((form and form.number, identify(self.model, CAPTURED).seen))
 
     def _make_cache(self, rows: int, capacity: int) -> RowCache:
-        cache = RowCache.for_model(self.model, rows, capacity, static=True)
+        cache = RowCache.for_model(self.model, rows, capacity, static=self._kept_in)
         if self.published is not None:
             layers, dtype = self.published
             cache.features = features = Features(layers, [0] * rows, dtype)
             features.reserve(capacity, len(layers) * text_config(self.model.config).hidden_size, cache.device)
         return cache
+
+    @property
+    def _kept_in(self) -> bool | torch.dtype:
+        """As ``static`` of :class:`RowCache`."""
+        return True if self.kv_dtype is None else getattr(torch, self.kv_dtype)
 
     def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
         """Whether a call of this size runs over an earlier call's cache."""
@@ -216,7 +223,7 @@ class GraphedStage(Stage):
         if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
             return None
         # A static one has the same dtype.
-        copied = RowCache.for_model(self.model, cache.rows, max(1, *held), static=True)
+        copied = RowCache.for_model(self.model, cache.rows, max(1, *held), static=self._kept_in)
         if isinstance(cache.features, Features):
             copied.features = Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
         copied.take_rows([(cache, row) for row in range(cache.rows)], held)
@@ -269,6 +276,17 @@ class GraphedStage(Stage):
                 graphs[key] = error.__cause__ = None
                 warn_of_speed(f"{error}; the host launches each kernel over its prompts")
         return graphs.get(key)
+
+    def capture_prompts(self) -> None:
+        """Capture the graphs over prompts of all widths, so that no call waits for them. After :meth:`prepare`; nothing where its prompts run without graphs."""
+        rows, widest = self.buffers.cache.rows, GRAPH_WIDTHS[-1]
+        if not self._may_pad:
+            return
+        for width in GRAPH_WIDTHS:
+            if rows * width <= self._graphed_columns and width <= self.buffers.cache.capacity:
+                # Only whole graphs come before the one with the last column.
+                for selects in {self.is_target, self.is_target and width < widest}:
+                    self._prompt_graph(width, [0] * rows, selects)
 
     def sync_lengths(self) -> None:
         """Take over from the block which tokens the cache holds, after steps that :meth:`step` did not run. While no stage runs."""
