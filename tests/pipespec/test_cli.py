@@ -313,8 +313,9 @@ def test_text_that_the_encoding_of_the_output_does_not_have(family):
 def test_the_exit_code_after_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
+    command = [sys.executable, "-m", "pipespec.cli.main", "doctor"]
     with os.fdopen(writer, "wb") as stdout:
-        done = ran("-m", "pipespec.cli.main", "doctor", stdout=stdout, timeout=SECONDS)
+        done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=SECONDS)
     assert done.returncode == 141
     assert "Error" not in done.stderr
 
