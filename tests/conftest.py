@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-import functools
 import os
 import re
 import signal
@@ -22,7 +20,7 @@ from pipespec import trust
 from pipespec.schedules import base
 from pipespec.schedules.asynchronous import local
 from pipespec.schedules.graphs import driver
-from tests.support.worker_forks import FRESH, WorkerForks
+from tests.support import forks
 from tests.trials import PROFILE
 from tests.waiting import SECONDS, no_more_threads
 
@@ -173,21 +171,13 @@ LIMITS = ("_READY_TIMEOUT_S", "_FINISH_TIMEOUT_S", "_EXIT_TIMEOUT_S")
 """Time limits of local drafts."""
 
 
-@functools.cache
-def worker_forks() -> WorkerForks:
-    """Of this process."""
-    forks = WorkerForks()
-    atexit.register(forks.close)
-    return forks
-
-
 @contextmanager
 def drafts_of(node: pytest.Item | pytest.Collector) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:  # not the test's own one, which it may undo
         for name in LIMITS:
             patch.setattr(local, name, SECONDS)
         is_fresh = node.get_closest_marker("fresh_drafts") is not None
-        patch.setattr(local, "_started", FRESH if is_fresh else lambda fd: worker_forks().start(fd))
+        patch.setattr(local, "_started", forks.FRESH if is_fresh else forks.draft)
         yield
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.forks import ran
 from tests.waiting import SECONDS, until
 
 ROOT = Path(__file__).parents[1]
@@ -28,15 +29,14 @@ ROOT = Path(__file__).parents[1]
 
 def run(script: str, *arguments: object, given: str = "") -> str:
     path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    ran = subprocess.run(
-        [sys.executable, ROOT / "examples" / script, *map(str, arguments)],
+    done = ran(
+        ROOT / "examples" / script,
+        *arguments,
         input=given,
-        capture_output=True,
-        text=True,
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 @contextmanager

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench import run
+from bench import run, systems
 from bench import spd as bench
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from tests.conftest import random_llama
+from tests.support.torchrun import Torchrun
 from tests.train.test_data import LLAMA, TALK
 
 PROMPTS = ["Name a river.", "What is a prime number, and which is the smallest one?", "Count to five."]
@@ -69,7 +72,8 @@ def test_figures_of_a_module_by_the_recipe(target: Path, tmp_path: Path, monkeyp
         }  # fmt: skip
 
 
-def test_the_table_of_a_run(tmp_path: Path, capsys) -> None:
+def test_the_table_of_a_run(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(systems, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Torchrun}))
     out, file = tmp_path / "run", tmp_path / "spd.json"
     sizes = ["--stages", "2", "--new-tokens", "6", "--samples", "3", "--threads", "1", "--tuning", "0"]
     assert run.main(["--systems", "plain", "spd", "spd-ranks", "--drafters", "ngram", *sizes, "--out", str(out)]) == 0

@@ -1,8 +1,8 @@
 """Tensor-parallel groups without torchrun's start-up: one process that has imported everything forks them.
 
-``python -m tests.pipespec.group_harness SIZE ...`` runs :func:`scenario` in groups of these sizes and prints one line of JSON per rank. The model is
+``python -m tests.pipespec.group_harness SIZE ...`` runs :func:`scenario` in groups of these sizes and prints one line of JSON for each. The model is
 sharded here as transformers shards it: by rows for the projections into the heads and the MLP, by columns for those out of them, whose partial sums are
-added over the group. So it needs neither accelerate nor a plan.
+added over the group. So it needs neither accelerate nor a plan. With folders of models instead of sizes it runs :func:`loaded` in a group of two.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline, trust
 from pipespec.checks import devices
 from pipespec.checks.devices import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.forks import fork_drafts_here
 from tests.support.processes import everywhere
 from tests.support.streamers import Recorder, failing
 
@@ -128,12 +129,29 @@ def scenario(schedules: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def loaded(folders: Sequence[str]) -> list[Any]:
+    """What one rank sees of models that transformers shards as it loads them: texts, and the form of the target."""
+    found = []
+    for folder in folders:
+        target = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+        whole = AutoModelForCausalLM.from_pretrained(folder).to(target.device)
+        with Pipeline(target, whole, schedule="lockstep") as pipe:
+            texts = [pipe.generate(ids, attention_mask=mask, **options).tolist() for ids, mask, options in calls()]
+        found.append([texts, pipe.report.stages[-1].forward])
+    dist.destroy_process_group()
+    return found
+
+
 def main() -> None:
+    if not sys.argv[1].isdigit():
+        everywhere(lambda rank: loaded(sys.argv[1:]), 2)
+        return
     for at, size in enumerate(map(int, sys.argv[1:])):
 
         def work(
             rank: int, schedules: tuple[str, ...] = ("plain", "lockstep", "workers") if at == 0 else ("lockstep",)
         ) -> Any:
+            fork_drafts_here()
             dist.init_process_group("gloo")
             found = scenario(schedules)
             dist.barrier()

@@ -27,6 +27,7 @@ from pipespec.demo import run as demo_run
 from pipespec.registry import SCHEDULES
 from pipespec_kernels.formats import QUANTIZERS
 from tests.conftest import noisy, random_llama
+from tests.support.forks import Fork, ran
 from tests.support.texts import own_text
 from tests.trials import trials
 from tests.waiting import SECONDS, until
@@ -203,7 +204,7 @@ def test_a_command_of_a_missing_package_says_what_to_install(arguments):
 
 def test_spd_is_a_name_of_the_package():
     code = "import sys, pipespec; assert 'pipespec_spd' not in sys.modules; print(pipespec.spd.SpeculativePipeline.__module__)"
-    assert run_python(code).stdout == "pipespec_spd.pipeline\n"
+    assert ran("-c", code).stdout == "pipespec_spd.pipeline\n"
 
 
 # --- generate ------------------------------------------------------------------------------------------------------
@@ -394,7 +395,9 @@ def test_ctrl_c_ends_the_workers_and_keeps_the_text(family, tmp_path):
 import itertools, sys, time
 from pipespec.cli.main import main
 from pipespec.engine.stage import Stage
+from tests.support.forks import fork_drafts_here
 
+fork_drafts_here()
 step, steps = Stage.step, itertools.count()
 
 
@@ -408,12 +411,7 @@ sys.exit(main())
 """
     arguments = ["generate", "--target", str(family / "target"), "--draft", str(family / "small")]
     arguments += ["--schedule", "workers", "--prompt", "hello", "--max-new-tokens", "400"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = Fork(["-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     first = process.stdout.read(1)  # it is generating
     children = psutil.Process(process.pid).children(recursive=True)

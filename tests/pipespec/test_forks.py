@@ -34,7 +34,6 @@ from tests.waiting import SECONDS, drafts_keep_up
 
 PROMPTS = random_prompts(3, seed=21, shortest=4)
 NEW = 12
-pytestmark = pytest.mark.fresh_drafts
 
 
 class Child:

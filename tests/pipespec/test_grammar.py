@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from pipespec.schedules.base import StageFailure
 from tests.conftest import left_pad, noisy, random_llama
 from tests.docs.test_code_blocks import ROOT, blocks
 from tests.support import grammars
+from tests.support.forks import ran
 from tests.support.grammars import END, Masks
 
 VOCABULARY, NEW = 40, 24
@@ -255,6 +254,6 @@ def test_example_of_the_documents(tmp_path) -> None:
     pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
     examples = [block for block in blocks(ROOT / "docs/how-to/sampling.md") if "xgrammar" in block.source]
     assert len(examples) == 1
-    done = subprocess.run([sys.executable, "-c", examples[0].source], capture_output=True, text=True, cwd=tmp_path)
+    done = ran("-c", examples[0].source, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'rank'" in done.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,6 +16,7 @@ from pipespec.api import prepare
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.forks import ran
 from tests.support.processes import ENVIRONMENT
 from tests.support.streamers import Held, Recorder
 from tests.support.ways import IN_THIS_PROCESS, opened
@@ -277,7 +276,7 @@ for thread in threads:
 begun.wait()
 """
     )
-    done = subprocess.run([sys.executable, script], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    done = ran(script, env=ENVIRONMENT, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "8\n", "")
 
 

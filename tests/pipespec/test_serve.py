@@ -31,6 +31,7 @@ from pipespec.cli import main as command_line  # noqa: E402
 from pipespec.cli import serve  # noqa: E402
 from pipespec.demo import family_path  # noqa: E402
 from pipespec.models.tokenizers import load_tokenizer  # noqa: E402
+from tests.support.forks import Fork  # noqa: E402
 from tests.support.servers import Served, serving  # noqa: E402
 from tests.waiting import SECONDS, until  # noqa: E402
 
@@ -428,8 +429,7 @@ def test_a_failed_call_before_the_first_request_is_a_warning(capsys):
 @pytest.mark.process
 def test_a_server_that_is_told_to_end() -> None:
     """A stream ends with an error, and the status is 0."""
-    command = [sys.executable, "-m", "pipespec.cli.main", "serve", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    with Fork(["-m", "pipespec.cli.main", "serve", "--port", "0"], stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         port = next(int(m[1]) for line in server.stderr if (m := re.search(r":(\d+)/v1", line)))
         served = Served(port, None)

@@ -5,10 +5,6 @@ The groups are processes of :mod:`tests.pipespec.group_harness`. With accelerate
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -16,24 +12,10 @@ from pipespec import Pipeline
 from tests.conftest import random_prompts
 from tests.pipespec.group_harness import calls, whole_model
 from tests.pipespec.tiny_models import make
-from tests.support.processes import ENVIRONMENT, ROOT, program
+from tests.support.processes import program
 from tests.trials import trials
 
 SIZES = trials(ci=(2,), nightly=(2, 4))
-
-
-def run(*command):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *map(str, command),
-    ]
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -117,25 +99,6 @@ def test_errors_reach_every_rank(found):
             assert seen["again"] == continuation(9)
 
 
-CODE = """
-import sys, torch, json
-from pathlib import Path
-torch.set_num_threads(1)
-from transformers import AutoModelForCausalLM
-import torch.distributed as dist
-from pipespec import Pipeline
-from tests.pipespec.group_harness import calls
-found = []
-for path in sys.argv[2:]:
-    target = AutoModelForCausalLM.from_pretrained(path, tp_plan="auto")
-    whole = AutoModelForCausalLM.from_pretrained(path)
-    with Pipeline(target, whole, schedule="lockstep") as pipe:
-        texts = [pipe.generate(ids, attention_mask=mask, **options).tolist() for ids, mask, options in calls()]
-    found.append([texts, pipe.report.stages[-1].forward])
-Path(sys.argv[1], str(dist.get_rank())).write_text(json.dumps(found))
-dist.destroy_process_group()
-"""
-
 FAMILIES = ("mistral, window", "gemma3, mixed, two RoPE bases", "deepseek_v2, latents")
 
 
@@ -146,18 +109,11 @@ def test_models_that_transformers_has_sharded(texts, tmp_path):
     models = {"llama": whole_model(), **families}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
-    (tmp_path / "program.py").write_text(CODE)
-    run(tmp_path / "program.py", tmp_path, *(tmp_path / name for name in models))
+    (ranks,) = program("tests.pipespec.group_harness", *(tmp_path / name for name in models))
     wanted = [texts, *(texts_of(families[name]) for name in FAMILIES)]
-    for rank in range(2):
-        got = json.loads((tmp_path / str(rank)).read_text())
+    for _, got in ranks:
         for name, seen, text in zip(models, got, wanted, strict=True):
             assert seen == [text, "transformers: its weights are sharded over 2 processes (tensor parallel)"], name
-
-
-GPU_CODE = CODE.replace(
-    "torch.set_num_threads(1)", "torch.cuda.set_device(int(__import__('os').environ['LOCAL_RANK']))"
-).replace("AutoModelForCausalLM.from_pretrained(path)\n", "AutoModelForCausalLM.from_pretrained(path).cuda()\n")
 
 
 @pytest.mark.gpu
@@ -165,8 +121,6 @@ GPU_CODE = CODE.replace(
 def test_a_target_over_two_gpus(tmp_path):
     """The exchanges of the model over NCCL, the announcements over gloo: both ranks return one text."""
     pytest.importorskip("accelerate")
-    whole_model().save_pretrained(tmp_path / "model")
-    (tmp_path / "program.py").write_text(GPU_CODE)
-    run(tmp_path / "program.py", tmp_path, tmp_path / "model")
-    first, second = (json.loads((tmp_path / str(rank)).read_text())[0][0] for rank in range(2))
+    whole_model().save_pretrained(tmp_path)
+    (((_, first), (_, second)),) = program("tests.pipespec.group_harness", tmp_path)
     assert first == second

@@ -1,12 +1,11 @@
-"""Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness COMMAND FOLDER ... -- ...``
+"""Ranks without torchrun's start-up: one process that has imported everything forks them. ``python -m tests.spd.ranks_harness COMMAND FOLDER ...``
 
-A command is a function of this module whose parameters are words: the folder of a model first. It prints its name, and a line of JSON for each run.
+A command is a function of this module whose parameters are words: the folder of a model first. It prints a line of JSON for each run.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import mmap
 import os
 import random
@@ -361,13 +360,5 @@ def fail(folder: str) -> None:
     everywhere(lambda rank: patient(folder, "ngram", stages=2))
 
 
-def main() -> None:
-    """Commands are separated by ``--``."""
-    for part in " ".join(sys.argv[1:]).split(" -- "):
-        command, *words = part.split()
-        print(json.dumps(command), flush=True)
-        globals()[command](*words)
-
-
 if __name__ == "__main__":
-    main()
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -5,7 +5,6 @@ A harness that has imported everything forks the processes. One test starts them
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -14,8 +13,8 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,10 +35,9 @@ from pipespec_spd.ranks import RanksPipeline, ranks_of
 from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
+from tests.support.processes import ENVIRONMENT, program
 from tests.trials import trials
 from tests.waiting import SECONDS, own_lines, until
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +45,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target")
     random_llama(3, layers=LAYERS).save_pretrained(folder)
     return folder
-
-
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 CASES = [
@@ -98,26 +91,19 @@ def cases(drafting):
 
 @pytest.fixture(scope="module")
 def found(folder, incomplete, cases):
-    """The harness's output by command, line by line. All tests share one run, because the imports take long."""
+    """The harness's output by command, line by line. Three commands run at once, because the ranks of many of them wait for time limits."""
     commands = {
         "texts": [folder, *cases],
         "phases": [folder, *PHASES],
         "fail": [incomplete],
         **{name: [folder] for name in ("late", "slow", "twice", "differ", "behind", "interrupted")},
     }
-    words = " -- ".join(" ".join(map(str, [name, *rest])) for name, rest in commands.items()).split()
-    command = [sys.executable, "-m", "tests.spd.ranks_harness", *words]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=1200 + 130 * KILLS, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    out, name = {}, ""
-    for line in map(json.loads, own_lines(done.stdout)):
-        if isinstance(line, str):
-            out[name := line] = []
-        else:
-            out[name].append(line)
-    return out
+    timeout = 1200 + 130 * KILLS
+    with ThreadPoolExecutor(3) as threads:
+        lines = threads.map(
+            lambda c: program("tests.spd.ranks_harness", *c, timeout=timeout), [(n, *w) for n, w in commands.items()]
+        )
+        return dict(zip(commands, lines, strict=True))
 
 
 def test_the_text_of_one_process(folder, cases, found):
@@ -156,7 +142,7 @@ def test_torchrun():
     command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", "4,8"]
     command += ["--prompt", "def mean(values):", "--max-new-tokens", "20", "--report"]
     command += ["--temperature", "0.7", "--seed", "3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=3 * SECONDS, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=3 * SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     family = load_family()
     pipeline = SpeculativePipeline(family.target, "ngram", stages=[4, 8], dtype=torch.float32)

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.forks import ran
 from tests.waiting import SECONDS, own_lines, until
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +146,7 @@ def fork_ranks(world: int, work: Callable[[int], None], logs: str) -> list[int]:
             os.dup2(os.open(f"{logs}/{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
             os.environ |= {
                 "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -202,15 +204,14 @@ def everywhere(work: Callable[[int], object], world: int = 3) -> None:
         print(json.dumps(out), flush=True)
 
 
-def program(*arguments: object, **environment: str) -> list[Any]:
-    """Run a module of the tests as a program, ``arguments`` after ``-m``. Return what it printed: lines of JSON."""
-    done = subprocess.run(
-        [sys.executable, "-m", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=3 * SECONDS,
-        cwd=ROOT,
-        env=ENVIRONMENT | environment,
-    )
+def program(module: str, *arguments: object, timeout: float = 3 * SECONDS, **environment: str) -> list[Any]:
+    """Run a module of the tests as a program. Return what it printed: lines of JSON. With an ``environment`` it is a fresh process."""
+    command: list[object] = ["-m", module, *arguments]
+    options: dict[str, Any] = {"timeout": timeout, "cwd": ROOT, "env": ENVIRONMENT | environment}
+    if environment:
+        fresh = [sys.executable, *map(str, command)]
+        done = subprocess.run(fresh, capture_output=True, text=True, check=False, **options)
+    else:
+        done = ran(*command, **options)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in own_lines(done.stdout)]

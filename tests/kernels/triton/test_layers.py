@@ -13,10 +13,7 @@ from pipespec_kernels import triton as kernels
 from ..cases import Arguments
 
 HUGE, ROWS, CAPACITY = 2**63 - 1, 6, 8
-LEADING_OUT = [
-    ([-1, 6, 5, 3, HUGE, 3], [1, 3, 4, -1, 1, 2]),
-    ([9, 3, 3, 3, 3, 3], [1, 9, 6, -9, HUGE, 2]),
-]
+LEADING_OUT = [([-1, 6, 5, 3, HUGE, 3], [1, 3, 4, -1, 1, 2]), ([9, 3, 3, 3, 3, 3], [1, 9, 6, -9, HUGE, 2])]
 """Lengths and counts of storage of 8 places; the last row is right."""
 
 
