@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 
 from bench.harness import markdown_table, save
 from bench.machine import provenance
+from pipespec.config import WEIGHT_FORMATS
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import described, forward
 from pipespec.models.loading import load_model
-from pipespec.models.quantized import NAMES
 from pipespec.models.quantizing import quantized
 from pipespec.models.tokenizers import load_tokenizer
 
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("model", type=Path, help="a folder with weights in 16 or 32 bits")
     parser.add_argument("--text", type=Path, required=True, help="a text in UTF-8")
-    parser.add_argument("--formats", nargs="*", choices=NAMES, default=list(NAMES), help="default: all")
+    parser.add_argument("--formats", nargs="*", choices=WEIGHT_FORMATS, default=list(WEIGHT_FORMATS), help="default: all")
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="a file of it; may be repeated")
     parser.add_argument("--tokens", type=int, default=20_480, help="of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
