@@ -62,7 +62,7 @@ class Pipeline(BasePipeline):
             started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
             rank loads its own model only.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: in lockstep, the controller chooses before each
-            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds of several drafts and with
+            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds of several draft models and with
             ``acceptance`` other than coupled. In other schedules 8.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; for GPUs. Default:
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
@@ -243,12 +243,15 @@ class Pipeline(BasePipeline):
         may_join = in_turn.controlled if drafts else options["lookahead"] is None
         # Drafts are for the target's process, or for an order that only the controller gives them.
         without_models = bool(drafts) and all(draft.inline for draft in drafts)
+        devices = [str(input_device(model)) for model in self.models]
+        # A captured draft without a model runs in the graph of the stage after it: in rounds, which are of one device.
+        is_apart = len(set(devices)) > 1 and any(draft.inline for draft in drafts)
         schedule, captured, joins = default_schedule(
-            [str(input_device(model)) for model in self.models],
+            devices,
             options["graphs"],
             in_turn=without_models
             or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts)),
-            uncaptured=not can_be_captured(drafts),
+            uncaptured=is_apart or not can_be_captured(drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
             controlled=may_join and can_be_controlled(joined) and self._group is None,
