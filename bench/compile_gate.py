@@ -189,7 +189,7 @@ def cases() -> Iterator[CompileCase]:
         constants = {"HAS_SCALE": filters, "HAS_CUTOFF": filters, "BLOCK": LOGPROBS_BLOCK}
         for dtype in ("bf16", "fp32"):
             yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=budget)
-    for name, has_corpus, budget in (("prompt_lookup", False, 600), ("prompt_lookup, corpus", True, 900)):
+    for name, has_corpus, budget in (("prompt_lookup", False, 800), ("prompt_lookup, corpus", True, 1250)):
         constants = {"HAS_CORPUS": has_corpus, "MAX_MATCH": 8, "BLOCK": 1024, "WIDTH_BLOCK": 64}
         ids = {"tokens": "*i32", "best": "*i64", "ticket": "*i64"}
         yield CompileCase(name, lookup_kernel, "bf16", None, constants, None, instructions=budget, types=ids)

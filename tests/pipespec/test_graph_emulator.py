@@ -156,6 +156,29 @@ def test_a_layer_is_five_nodes(gpu, how, rows):
     clean(gpu)
 
 
+@pytest.mark.parametrize("place", ["alone", "before a draft", "behind a draft"])
+def test_what_an_index_finds_in_replays(gpu, place):
+    """In a corpus that is the text itself, alone and where the model next to it is always wrong or always right."""
+    model = random_llama(7)
+    ids = random_prompts(1, seed=5, shortest=6)[0][None]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    text = type(model).generate(model, ids, **options)
+    index = NgramDraft(corpus=text[0].tolist(), min_match=3, max_match=16)
+    drafts = {
+        "alone": [index],
+        "before a draft": [index, noisy(model, 0.0)],
+        "behind a draft": [random_llama(8), index],
+    }
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        pipe = Pipeline(model, drafts[place], schedule="lockstep", graphs=True, lookahead=4)
+        assert torch.equal(pipe.generate(ids, **options), text)
+        target = pipe.report.stages[-1]
+        assert target.accepted > 20
+        assert target.acceptance_rate > 0.9
+        pipe.close()
+    clean(gpu)
+
+
 class Noted(BaseStreamer):
     """Writes down each token. The prompt comes first."""
 

@@ -146,7 +146,7 @@ def planted(module: ModuleType, right: str, wrong: str, path: Path) -> ModuleTyp
 
 
 ORDER = 'sem="acq_rel"'
-CONTROL = [(kind, "import torch", "import torch", 0) for kind in (Greedy, Rejection, Attention, Lookup)]
+CONTROL = [(kind, "import triton", "import triton", 0) for kind in (Greedy, Rejection, Attention, Lookup)]
 FAULTS = [
     (Greedy, ORDER, 'sem="release"', 0),  # the words of others may be old
     (Greedy, "(draft_tokens + 1) * splits - 1", "(draft_tokens + 1) * splits - 2", 0),

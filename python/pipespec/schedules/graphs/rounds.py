@@ -93,8 +93,7 @@ class RoundsDriver(GraphedDriver):
         """The configuration and the steps of each round that there is, the narrowest step of the target first."""
         if self.lengths is None:
             return [(self.config, round_steps(self.config))]
-        *before, _ = self.config.lookahead
-        configs = [replace(self.config, lookahead=(*(min(n, k) for n in before), k)) for k in LENGTHS]
+        configs = [replace(self.config, lookahead=self._lookahead_of_round(length)) for length in LENGTHS]
         # A round of another length may have come before, and a plain one.
         return [(config, round_steps(config, before=2 + LENGTHS[-1])) for config in configs]
 
@@ -104,7 +103,11 @@ class RoundsDriver(GraphedDriver):
     def _lookahead(self) -> tuple[int, ...]:
         if self.lengths is None or self.failed_drafts:
             return super()._lookahead()
-        return next(config.lookahead for config, _ in self.rounds() if config.lookahead[-1] == self.lengths.length)
+        return self._lookahead_of_round(self.lengths.length)
+
+    def _lookahead_of_round(self, length: int) -> tuple[int, ...]:
+        """That of all drafts in a round in which the target verifies ``length`` tokens."""
+        return (*(min(n, length) for n in self.config.lookahead[:-1]), length)
 
     def _run_scheduled(self, request: GenerationRequest) -> None:
         self._noted = 0
