@@ -243,15 +243,12 @@ class Pipeline(BasePipeline):
         may_join = in_turn.controlled if drafts else options["lookahead"] is None
         # Drafts are for the target's process, or for an order that only the controller gives them.
         without_models = bool(drafts) and all(draft.inline for draft in drafts)
-        devices = [str(input_device(model)) for model in self.models]
-        # A captured draft without a model runs in the graph of the stage after it: in rounds, which are of one device.
-        is_apart = len(set(devices)) > 1 and any(draft.inline for draft in drafts)
         schedule, captured, joins = default_schedule(
-            devices,
+            [str(input_device(model)) for model in self.models],
             options["graphs"],
             in_turn=without_models
             or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts)),
-            uncaptured=is_apart or not can_be_captured(drafts),
+            uncaptured=not _can_be_captured(self.models, drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
             controlled=may_join and can_be_controlled(joined) and self._group is None,
@@ -348,6 +345,13 @@ def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
     """Check the target's form for ``exact``. A driver of captured steps checks its own."""
     if config.exact and not config.graphs:
         check_exact(models[-1])
+
+
+def _can_be_captured(models: Sequence[PreTrainedModel], drafts: Sequence[DraftSpec]) -> bool:
+    """Whether the steps of drafts can be captured where the models are. A draft without a model runs in the graph of the stage after it: in rounds, which are of
+    one device."""
+    is_apart = len({input_device(model) for model in models}) > 1
+    return can_be_captured(drafts) and not (is_apart and any(draft.inline for draft in drafts))
 
 
 def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:
