@@ -24,7 +24,7 @@ class GraphedNgramStage(StaticStage):
     """An n-gram index over the texts of the rows, which lie on the device. A step looks for what followed the newest tokens
     (:func:`pipespec_kernels.ops.prompt_lookup`) and publishes all of it at once. Where nothing did, it passes on the draft tokens of the stage upstream.
 
-    Where a match has :attr:`NgramDraft.max_match` tokens, the draft tokens are those after it, and the index of other steps looks up each token anew.
+    Where a match has :attr:`NgramDraft.max_match` tokens, the draft tokens are those after it, and the index of other steps looks up each token on its own.
 
     Args:
         spec: Of the draft.
