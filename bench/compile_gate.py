@@ -78,6 +78,7 @@ from pipespec_kernels.triton.launch import MIN_WIDTH_BLOCK, Config, choose_confi
 from pipespec_kernels.triton.logprobs import BLOCK as LOGPROBS_BLOCK
 from pipespec_kernels.triton.logprobs import WARPS as LOGPROBS_WARPS
 from pipespec_kernels.triton.logprobs import logprobs_kernel
+from pipespec_kernels.triton.lookup import lookup_kernel
 from pipespec_kernels.triton.norm import add_rms_norm_kernel
 from pipespec_kernels.triton.norm import tile_of as norm_tile
 from pipespec_kernels.triton.penalize import BLOCK as PENALTY_BLOCK
@@ -102,6 +103,8 @@ IN_QUICK += (
     "cutoff, search",
     "penalize",
     "logprobs, cutoff",
+    "prompt_lookup",
+    "prompt_lookup, corpus",
     "attention, D=128, M=32",
     "attention, D=128, M=128, parts",
     "attention, D=128, M=16, invariant",
@@ -131,7 +134,7 @@ VOCAB, ROWS, MULTIPROCESSORS = 128256, 16 * 5, 132
 # Types of the kernels' arguments. The case defines the type of the logits; other arguments are int32.
 _BY_TYPE = {
     "*i64": "tokens best arrivals ticket rejected next_token length epoch seeds invalid_positions top_k",
-    "*i32": "query_lens num_draft_tokens selected accepted positions remaining lengths n_new to begin n_keep tickets "
+    "*i32": "query_lens num_draft_tokens n_select selected accepted positions remaining lengths n_new to begin n_keep tickets corpus "
     "history prompt_lengths bias_ids bitmask table top_ids",
     "*fp32": "repetition presence frequency inv_temperature cutoff sums lse draft_inv_temperature draft_cutoff out maxima weights chosen top",
     "*fp64": "top_p min_p",
@@ -197,6 +200,10 @@ def cases() -> Iterator[CompileCase]:
         constants = {"HAS_SCALE": filters, "HAS_CUTOFF": filters, "BLOCK": LOGPROBS_BLOCK}
         for dtype in ("bf16", "fp32"):
             yield CompileCase(name, logprobs_kernel, dtype, None, constants, None, LOGPROBS_WARPS, instructions=budget)
+    for name, has_corpus, budget in (("prompt_lookup", False, 800), ("prompt_lookup, corpus", True, 1250)):
+        constants = {"HAS_CORPUS": has_corpus, "MAX_MATCH": 8, "BLOCK": 1024, "WIDTH_BLOCK": 64}
+        ids = {"tokens": "*i32", "best": "*i64", "ticket": "*i64"}
+        yield CompileCase(name, lookup_kernel, "bf16", None, constants, None, instructions=budget, types=ids)
     yield from kv_cases()
     yield from layer_cases()
     yield from product_cases()

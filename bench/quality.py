@@ -78,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.quality", description=__doc__)
     parser.add_argument("model", type=Path, help="a folder with weights in 16 or 32 bits")
     parser.add_argument("--text", type=Path, required=True, help="a text in UTF-8")
-    parser.add_argument("--formats", nargs="*", choices=WEIGHT_FORMATS, default=list(WEIGHT_FORMATS), help="default: all")
+    parser.add_argument(
+        "--formats", nargs="*", choices=WEIGHT_FORMATS, default=list(WEIGHT_FORMATS), help="default: all"
+    )
     parser.add_argument("--gguf", type=Path, action="append", default=[], help="a file of it; may be repeated")
     parser.add_argument("--tokens", type=int, default=20_480, help="of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")

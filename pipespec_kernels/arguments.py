@@ -241,6 +241,29 @@ def check_dense(tensor: Tensor, name: str) -> None:
         raise TypeError(f"{name} must be a dense tensor, got one with layout {tensor.layout}")
 
 
+def check_contiguous(
+    tensor: Any,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    like: str = "the logits",
+) -> None:
+    """Check a contiguous tensor; None in ``shape`` is any size."""
+    if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
+        raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
+    check_dense(tensor, name)
+    fits = tensor.dim() == len(shape) and all(
+        n is None or n == have for n, have in zip(shape, tensor.shape, strict=False)
+    )
+    if not fits or tensor.device != device or not tensor.is_contiguous():
+        sizes = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"{name} must be contiguous [{sizes}] on {device} like {like}, got shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()} on {tensor.device}"
+        )
+
+
 def check_flag(name: str, value: Any) -> None:
     """Check that a value is a bool."""
     if not isinstance(value, (bool, torch.SymBool)):

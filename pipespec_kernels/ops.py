@@ -6,6 +6,7 @@ with a distribution; :func:`cutoff` for top-k, top-p and min-p; :func:`penalize`
 :func:`kv_append`, and :func:`verify_attention` over them. The rest of a
 decoder layer but its matrix products: :func:`add_rms_norm`, :func:`silu_mul`, and :func:`rope_append` in place of RoPE and :func:`kv_append`.
 Matrix products of a step's few rows together with these: :func:`linear_small` and :func:`qkv_append`; with experts: :func:`experts_small`; and rows of quantised weights: :func:`decode_rows`.
+The step of an n-gram index: :func:`prompt_lookup`.
 
 Tensors on a GPU go to the kernels of :mod:`pipespec_kernels.triton`, whose noise equals the host's bit for bit. Tensors on the
 CPU go to the native code (one pass over the logits, vectorised, several threads for large work), moves of keys and values included. Torch runs
@@ -33,6 +34,7 @@ from pipespec_kernels.arguments import CPU, FLOAT32, FLOAT64, FlatNoise
 from pipespec_kernels.kv import kv_append, verify_attention
 from pipespec_kernels.layers import add_rms_norm, rope_append, silu_mul
 from pipespec_kernels.logprobs import logprobs
+from pipespec_kernels.lookup import prompt_lookup
 from pipespec_kernels.noise import INDEPENDENT, Noise, Streams, check_invalid_positions, check_streams
 from pipespec_kernels.penalties import Penalties, penalize
 from pipespec_kernels.products import decode_rows, experts_small, linear_small, qkv_append
@@ -50,6 +52,7 @@ __all__ = [
     "linear_small",
     "logprobs",
     "penalize",
+    "prompt_lookup",
     "qkv_append",
     "rejection_sample",
     "rope_append",

@@ -136,7 +136,7 @@ def penalize(
     if workspace is None:
         workspace = torch.zeros(needed, dtype=INT32, device=logits.device)
     else:
-        _check(workspace, "workspace", INT32, (None,), logits.device)
+        arguments.check_contiguous(workspace, "workspace", INT32, (None,), logits.device)
         if len(workspace) < needed:
             raise ValueError(f"workspace has {len(workspace)} entries, B * Q * V is {needed}")
     kernels.penalize(
@@ -166,22 +166,6 @@ def _flat(penalties: Penalties, logits: Tensor) -> _Flat:
     return repetition, presence, frequency, prompt_lengths, penalties.bias_ids, penalties.bias
 
 
-def _check(tensor: Any, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], device: torch.device) -> None:
-    """Check a contiguous tensor; None in ``shape`` is any size."""
-    if not isinstance(tensor, Tensor) or tensor.dtype is not dtype:
-        raise TypeError(f"{name} must be a tensor of {dtype}, got {getattr(tensor, 'dtype', type(tensor).__name__)}")
-    arguments.check_dense(tensor, name)
-    fits = tensor.dim() == len(shape) and all(
-        n is None or n == have for n, have in zip(shape, tensor.shape, strict=False)
-    )
-    if not fits or tensor.device != device or not tensor.is_contiguous():
-        sizes = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"{name} must be contiguous [{sizes}] on {device} like the logits, got shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()} on {tensor.device}"
-        )
-
-
 def _check_all(
     logits: Tensor,
     tokens: Tensor,
@@ -197,18 +181,18 @@ def _check_all(
         raise TypeError(f"penalized logits must be float32, got {logits.dtype}: use logits.float()")
     device = logits.device
     arguments.check_tokens(tokens, logits, batch, width)
-    _check(history, "history", INT32, (batch, None), device)
-    _check(lengths, "lengths", INT32, (batch,), device)
+    arguments.check_contiguous(history, "history", INT32, (batch, None), device)
+    arguments.check_contiguous(lengths, "lengths", INT32, (batch,), device)
     *per_row, bias_ids, bias = flat
     for (name, (dtype, _)), value in zip(_FIELDS.items(), per_row, strict=True):
-        _check(value, f"penalties.{name}", dtype, (batch,), device)
+        arguments.check_contiguous(value, f"penalties.{name}", dtype, (batch,), device)
     if (bias_ids is None) != (bias is None):
         raise ValueError("penalties.bias and penalties.bias_ids go together")
     if bias_ids is not None:
-        _check(bias_ids, "penalties.bias_ids", INT32, (batch, None), device)
-        _check(bias, "penalties.bias", FLOAT32, tuple(bias_ids.shape), device)
+        arguments.check_contiguous(bias_ids, "penalties.bias_ids", INT32, (batch, None), device)
+        arguments.check_contiguous(bias, "penalties.bias", FLOAT32, tuple(bias_ids.shape), device)
     if bitmask is not None:
-        _check(bitmask, "bitmask", INT32, (batch, width, -(-vocab // 32)), device)
+        arguments.check_contiguous(bitmask, "bitmask", INT32, (batch, width, -(-vocab // 32)), device)
     return arguments.both_counts(query_lens, num_draft_tokens, batch, device)
 
 

@@ -220,6 +220,55 @@ def penalize(
         history[row, n : n + room] = tokens[row, :room].to(history.dtype)
 
 
+def prompt_lookup(
+    tokens: Tensor,
+    query_lens: Tensor,
+    num_draft_tokens: Tensor,
+    n_select: Tensor,
+    history: Tensor,
+    lengths: Tensor,
+    count: int,
+    min_match: int,
+    max_match: int,
+    corpus: Tensor | None,
+    selected: Tensor,
+) -> None:
+    """See :func:`pipespec_kernels.ops.prompt_lookup`; reading counts on a device waits for it."""
+    selected.fill_(-1)
+    numbers = (x.tolist() for x in (query_lens, num_draft_tokens, n_select, lengths))
+    for row, (fed, draft_tokens, selects, begin) in enumerate(zip(*numbers, strict=True)):
+        known, length = fed - draft_tokens, begin + fed - draft_tokens
+        history[row, begin:length] = tokens[row, :known]
+        if fed == 0 or selects == 0:
+            continue
+        room = min(count, tokens.shape[1] + 1 - known, history.shape[1] - length)
+        proposed = _continuation(history[row, :length], corpus, min_match, max_match, room)
+        if len(proposed) == 0:
+            proposed = tokens[row, known:fed].clone()
+        n = len(proposed)
+        history[row, length : length + n] = selected[row, :n] = proposed
+        tokens[row, known : known + max(n - 1, 0)] = proposed[:-1]
+        query_lens[row], num_draft_tokens[row] = (known + n - 1, n - 1) if n else (0, 0)
+
+
+def _continuation(text: Tensor, corpus: Tensor | None, min_match: int, max_match: int, room: int) -> Tensor:
+    """What follows the latest of the longest earlier occurrences of the end of a text, in it or in a corpus, at most ``room`` tokens; empty without one."""
+    found: tuple[int, Tensor] = 0, text[:0]
+    for stored in (text,) if corpus is None else (text, corpus):
+        match = torch.zeros(len(stored) - 1, dtype=torch.int64, device=text.device)
+        agrees = torch.ones_like(match, dtype=torch.bool)
+        for i in range(min(max_match, len(text))):
+            agrees[:i] = False
+            agrees[i:] &= stored[: len(match) - i] == text[-1 - i]
+            match += agrees
+        longest = int(match.max()) if len(match) else 0
+        if longest >= min_match and longest > found[0]:
+            after = stored[int((match == longest).nonzero()[-1]) + 1 :]
+            # Past its end the text goes on with what is proposed.
+            found = longest, after.repeat(-(-room // len(after))) if stored is text else after
+    return found[1][:room]
+
+
 def rejection_sample(
     logits: Tensor,
     tokens: Tensor,

@@ -19,6 +19,7 @@ from pipespec_kernels.triton.kv import kv_append
 from pipespec_kernels.triton.launch import Config, RowState, Workspace
 from pipespec_kernels.triton.linear import linear_small, qkv_append
 from pipespec_kernels.triton.logprobs import logprobs
+from pipespec_kernels.triton.lookup import prompt_lookup
 from pipespec_kernels.triton.norm import add_rms_norm
 from pipespec_kernels.triton.penalize import penalize
 from pipespec_kernels.triton.rejection_sample import rejection_sample
@@ -40,6 +41,7 @@ __all__ = [
     "logprobs",
     "mix_experts",
     "penalize",
+    "prompt_lookup",
     "qkv_append",
     "rejection_sample",
     "rope_append",

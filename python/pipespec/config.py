@@ -115,7 +115,7 @@ class SpeculationConfig:
                 )
         if self.graphs and not can_be_captured(self.drafts):
             raise ValueError(
-                "graphs=True supports a draft that reads the target's hidden states only as the last of the drafts: leave graphs out"
+                "graphs=True supports a draft that reads the target's hidden states only as the last of the drafts with a model: leave graphs out"
             )
 
     @property
@@ -179,9 +179,9 @@ class SpeculationConfig:
 
     @property
     def has_round_lengths(self) -> bool:
-        """Whether the controller can choose the length of captured rounds: those of one draft."""
-        is_coupled = self.acceptance == "coupled" and len(self.drafts) == 1
-        return bool(self.schedule_row.controlled) and self.graphs and is_coupled and not self.drafts[0].inline
+        """Whether the controller can choose the length of captured rounds: those of one draft model or head at most, and of an n-gram index."""
+        models = sum(not draft.inline for draft in self.drafts)
+        return bool(self.schedule_row.controlled) and self.graphs and self.acceptance == "coupled" and models <= 1
 
     # ---- the stages
 
@@ -217,8 +217,9 @@ class SpeculationConfig:
 
 
 def can_be_captured(drafts: Sequence[Any]) -> bool:
-    """Whether the steps of drafts can be captured: each has a captured form, and the one that reads the target's hidden states is the last one."""
-    return all(map(has_captured_form, drafts)) and not any(draft.reads_target for draft in drafts[:-1])
+    """Whether the steps of drafts can be captured: each has a captured form, and the one that reads the target's hidden states is the last one with a model."""
+    *before, _ = [draft for draft in drafts if not draft.inline] or [None]
+    return all(map(has_captured_form, drafts)) and not any(draft.reads_target for draft in before)
 
 
 def can_be_controlled(drafts: Sequence[Any]) -> bool:

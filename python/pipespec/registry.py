@@ -43,7 +43,13 @@ class DraftKind:
 
 TRANSLATED = DraftKind("pipespec.engine.translation:TranslatedDraft", "the first one may have another tokenizer")
 DRAFTS = (
-    DraftKind("pipespec.engine.ngram:NgramDraft", "ngram: prompt lookup", name="ngram", joins=True),
+    DraftKind(
+        "pipespec.engine.ngram:NgramDraft",
+        "ngram: prompt lookup",
+        name="ngram",
+        captured="pipespec.schedules.graphs.ngram:GraphedNgramStage",
+        joins=True,
+    ),
     DraftKind("pipespec.engine.block:BlockDraft", "the folder of a DFlash or DSpark drafter, as the first one"),
     DraftKind(
         "pipespec.engine.head:HeadDraft",
@@ -119,7 +125,9 @@ class Schedule:
     def takes(self, draft: Any) -> bool:
         """Whether a draft can run in it."""
         runs_here = self.in_turn or not draft.reads_target
-        return self.has_drafts and runs_here and (has_captured_form(draft) or not self.is_captured)
+        # The stage downstream of an inline one plans after it, which no launch of its own does.
+        is_captured = has_captured_form(draft) and not draft.inline
+        return self.has_drafts and runs_here and (is_captured or not self.is_captured)
 
 
 def imported(where: str) -> Any:
@@ -230,7 +238,7 @@ def default_schedule(
     | the target on a GPU, the drafts on the CPU, and a core for each stage | ``"workers"`` |
     | otherwise, so on a CPU with one node | ``"lockstep"`` |
 
-    With a draft without a captured form, as an n-gram index or a draft with another tokenizer, and where a model is not whole on one device, no steps are
+    With a draft without a captured form, as one with another tokenizer, and where a model is not whole on one device, no steps are
     captured. On a CPU an n-gram index joins the stages of ``"plain"`` and ``"lockstep"``, in ``"lockstep"``: the controller does not use it where it does not pay.
 
     Args:
@@ -239,7 +247,7 @@ def default_schedule(
         places: Where stages do not share a memory bus: NUMA nodes on whose cores this process may run; for a target on a GPU, its cores. None: as the
             operating system reports.
         in_turn: Whether the drafts run in turn with the target wherever they are: one of them reads its hidden states, or none has a model.
-        uncaptured: Whether a draft has no captured form.
+        uncaptured: Whether a draft has no captured form, or none on these devices.
         whole: Whether each model lies whole on one device: not split, offloaded or sharded over processes.
         coupled: Whether the target accepts draft tokens by coupled sampling.
         controlled: Whether the controller may choose the number of draft tokens in ``"lockstep"``, so that an n-gram index may join.

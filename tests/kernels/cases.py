@@ -254,6 +254,31 @@ def of_penalize(draw: Draw) -> Arguments:
     }
 
 
+def of_prompt_lookup(draw: Draw) -> Arguments:
+    """Texts of few ids, which repeat; rows that have nothing to feed, or do not select."""
+    rows, width, ids = draw.rows, draw.columns + 2, draw.pick(2, 3, 5, 40)
+
+    def text(*shape: int) -> Tensor:
+        return draw.integers(0, ids, *shape, dtype=torch.int32)
+
+    query_lens = draw.integers(0, width + 1, rows, dtype=torch.int32)
+    draft_tokens = (draw.uniform(0, 1, rows) * query_lens.clamp(max=draw.pick(1, width))).int()
+    room = draw.pick(0, 3, 70, 400)
+    min_match = draw.pick(1, 2, 4)
+    return {
+        "tokens": text(rows, width),
+        "query_lens": query_lens,
+        "num_draft_tokens": draft_tokens,
+        "n_select": query_lens * draw.integers(0, 4, rows).clamp(max=1).int(),
+        "history": text(rows, width + room),
+        "lengths": draw.integers(0, room + 1, rows, dtype=torch.int32),
+        "count": draw.pick(1, 2, 5, 40),
+        "min_match": min_match,
+        "max_match": min_match + draw.pick(0, 1, 6),
+        "corpus": text(draw.pick(1, 2, 30, 500)) if draw.pick(True, False) else None,
+    }
+
+
 def of_logprobs(draw: Draw) -> Arguments:
     """Columns without a selected token, tokens below the cutoff, and ids outside of the vocabulary."""
     logits = draw.logits("normal", "few values", "minus inf", "zeros", "nans")
@@ -484,6 +509,45 @@ def penalize_by_processors(logits: Tensor, tokens: Tensor, history: Tensor, leng
         history[row, n : n + room] = tokens[row, :room].int()
 
 
+def lookup_by_hand(
+    tokens, query_lens, num_draft_tokens, n_select, history, lengths, count, min_match, max_match, corpus
+):
+    """Suffix after suffix and place after place, token after token."""
+    selected = torch.full_like(tokens, -1)
+    for row in range(len(tokens)):
+        fed, drafted, begin = int(query_lens[row]), int(num_draft_tokens[row]), int(lengths[row])
+        drafts = tokens[row, fed - drafted : fed].tolist()
+        text = [*history[row, :begin].tolist(), *tokens[row, : fed - drafted].tolist()]
+        history[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        if fed == 0 or n_select[row] == 0:
+            continue
+        number = min(count, tokens.shape[1] - (fed - drafted) + 1, history.shape[1] - len(text))
+        proposed = next(filter(None, (
+            following(text, n, where, number) for n in range(max_match, min_match - 1, -1) for where in ("text", corpus) if where is not None
+        )), drafts)  # fmt: skip
+        for j, token in enumerate(proposed):
+            selected[row, j] = history[row, len(text) + j] = token
+            if j + 1 < len(proposed):
+                tokens[row, fed - drafted + j] = token
+        query_lens[row] = fed - drafted + len(proposed) - 1 if proposed else 0
+        num_draft_tokens[row] = max(0, len(proposed) - 1)
+    return selected
+
+
+def following(text: list[int], n: int, where: Any, number: int) -> list[int]:
+    """The tokens behind the latest occurrence of the last ``n`` ones in the text itself or a corpus."""
+    stored = list(text) if isinstance(where, str) else where.tolist()
+    for end in range(len(stored) - 1, 0, -1):
+        if n <= end and stored[end - n : end] == text[-n:]:
+            found: list[int] = []
+            while len(found) < number and end < len(stored):
+                found.append(stored[end])
+                stored += [stored[end]] if isinstance(where, str) else []
+                end += 1
+            return found
+    return []
+
+
 def logprobs_by_softmax(logits: Tensor, selected: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, inv_temperature: Any = None, cutoff: Any = None, top_n: int = 0) -> tuple[Tensor, ...]:  # fmt: skip
     """Column after column by ``torch.log_softmax`` in float64 and a stable sort."""
     chosen, top = torch.full(selected.shape, -math.inf), torch.full((*selected.shape, top_n), -math.inf)
@@ -614,6 +678,7 @@ class Op(NamedTuple):
 TABLES = ("cos", "sin", "q_norm", "k_norm")
 WEIGHTS = ("weight", "bias", "norm")
 CACHES = ("k_cache", "v_cache")
+STEP_ARRAYS = ("tokens", "query_lens", "num_draft_tokens", "history")
 OPS = {
     "argmax": Op(of_argmax, argmax_slowly),
     "sample": Op(of_sample, sample_by_hand),
@@ -621,6 +686,9 @@ OPS = {
     "rejection_sample": Op(of_rejection_sample, reference.rejection_sample, near=True),
     "cutoff": Op(of_cutoff, cutoff_by_reference, near=True),
     "penalize": Op(of_penalize, penalize_by_processors, dtypes=[torch.float32], written=("logits", "history"), out=()),
+    "prompt_lookup": Op(
+        of_prompt_lookup, lookup_by_hand, dtypes=[torch.float32], written=STEP_ARRAYS, shared=("corpus",)
+    ),
     "logprobs": Op(of_logprobs, logprobs_by_softmax, close_logprobs, out=(), near=True),
     "kv_append": Op(of_kv_append, append_by_hand, written=CACHES, out=()),
     "verify_attention": Op(of_verify_attention, attention_by_reference, close_attention, near=True),

@@ -35,7 +35,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "gate.json").read_text())
     reports = record["reports"]
     selection = ("verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose")
-    selection += ("cutoff, scan", "penalize", "logprobs, cutoff")
+    selection += ("cutoff, scan", "penalize", "logprobs, cutoff", "prompt_lookup", "prompt_lookup, corpus")
     storage = ("attention, D=128, M=32", "attention, D=128, M=16, invariant", "attention, combine, D=128", "kv_append")
     layers = ("add_rms_norm, H=4096", "silu_mul, silu", "rope_append, D=128")
     layers += ("linear_small, O", "linear_small, gate_up", "qkv_append, D=128")
@@ -54,6 +54,7 @@ def test_budgets_are_kept_and_would_fail(tmp_path: Path) -> None:
     }
     # What the rule of tickets is about is there.
     shared = {r["name"] for r in reports if r["tickets"]}
+    assert "prompt_lookup" in shared
     assert shared >= {"verify, greedy", "verify, coupled, cutoff", "rejection_sample, test", "rejection_sample, choose"}
     assert any(name.startswith("attention") for name in shared)
     for r in reports:

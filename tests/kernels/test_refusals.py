@@ -71,6 +71,10 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
         "penalties": ops.Penalties(torch.full((B,), 1.2), torch.zeros(B), torch.zeros(B), _lengths(2)), "bitmask": None, "workspace": None,
         **_counts(),
     },
+    "prompt_lookup": lambda: {
+        "tokens": _tokens().int(), "n_select": _lengths(1), "history": torch.zeros(B, 16, dtype=torch.int32), "lengths": _lengths(), "count": 2,
+        "min_match": 1, "max_match": 3, "corpus": torch.zeros(5, dtype=torch.int32), "out": None, "workspace": None, **_counts(),
+    },
     "kv_append": lambda: {**_new(), **_storage(), "lengths": _lengths(), "n_new": _lengths(2), "check_counts": True},
     "verify_attention": lambda: {
         "q": torch.randn(B, HEADS, Q, SIZE), **_storage(), "lengths": _lengths(), "query_lens": _lengths(2), "scale": 1.0, "invariant": False,
@@ -102,7 +106,7 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
 """Per operation, arguments that fit."""
 
 OUTS: dict[str, Callable[[], dict[str, Any]]] = {
-    **dict.fromkeys(("argmax", "sample"), lambda: {"out": torch.full((B, Q), -7, dtype=torch.int32)}),
+    **dict.fromkeys(("argmax", "sample", "prompt_lookup"), lambda: {"out": torch.full((B, Q), -7, dtype=torch.int32)}),
     "cutoff": lambda: {"out": torch.full((B, Q), -7.0)},
     **dict.fromkeys(
         ("verify", "rejection_sample"),
@@ -213,6 +217,19 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "go together", {"num_draft_tokens": None}),
         (ValueError, "finite and positive, is 0", {"penalties": ops.Penalties(repetition=torch.zeros(B))}),
         (ValueError, "bias and penalties.bias_ids go together", {"penalties": ops.Penalties(bias=torch.zeros(B, 1))}),
+    ],
+    "prompt_lookup": [
+        (TypeError, r"tokens must be a tensor \[B, Q\], got list", {"tokens": [1]}),
+        (TypeError, "history must be a tensor of torch.int32", {"history": torch.zeros(B, 9, dtype=torch.int64)}),
+        (ValueError, "history has no room", {"history": torch.zeros(B, 0, dtype=torch.int32)}),
+        (ValueError, r"row 0: lengths must be 0 .. 13, so that 3 tokens fit, is 14", {"lengths": int32(14, 4)}),
+        (ValueError, "row 1: need .*query_lens=9", {"query_lens": int32(3, 9)}),
+        (ValueError, r"n_select must be contiguous \[2\] on cpu like the tokens", {"n_select": int32(1)}),
+        (ValueError, "corpus is empty", {"corpus": torch.zeros(0, dtype=torch.int32)}),
+        (ValueError, "count must be at least 1, is 0", {"count": 0}),
+        (TypeError, "count must be a number of tokens, got float", {"count": 2.0}),
+        (ValueError, "need 1 <= min_match <= max_match <= 32, got 4 and 3", {"min_match": 4}),
+        (ValueError, "need 1 <= min_match <= max_match <= 32, got 1 and 33", {"max_match": 33}),
     ],
     "kv_append": [*OF_STORAGE, *OF_APPEND],
     "verify_attention": [

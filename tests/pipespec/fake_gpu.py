@@ -17,6 +17,7 @@ import torch
 
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs.driver import GraphedDriver
+from pipespec.schedules.graphs.ngram import GraphedNgramStage
 from pipespec.schedules.graphs.stage import GraphedStage
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import HostLauncher
@@ -294,6 +295,7 @@ class FakeGpu:
                 seen.log.append("close")
 
         body, read, make_launcher = GraphedStage.body, GraphedStage.read, capturing.CaptureContext.launcher
+        looked_up = GraphedNgramStage.body
 
         def watched(stage, *inputs, function=body, result=None):
             seen.multiply()
@@ -322,6 +324,7 @@ class FakeGpu:
 
         monkeypatch.setattr(GraphedDriver, "_runs_on_gpu", lambda driver, models: True)
         monkeypatch.setattr(GraphedStage, "body", watched)
+        monkeypatch.setattr(GraphedNgramStage, "body", lambda *given: watched(*given, function=looked_up))
         monkeypatch.setattr(GraphedStage, "read", watched_read)
         monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         monkeypatch.setattr(capturing, "DevicePort", Port)

@@ -16,13 +16,14 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
-from pipespec import Pipeline, trust
+from pipespec import NgramDraft, Pipeline, trust
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
 from pipespec.schedules.graphs import driver as driving
 from pipespec.schedules.graphs.driver import GraphedDriver
 from pipespec.schedules.graphs.head import GraphedHead
+from pipespec.schedules.graphs.ngram import GraphedNgramStage
 from pipespec.schedules.graphs.stage import GraphedStage
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec import checkpoints, heads
@@ -48,6 +49,10 @@ HOW = {
     "lengths": {"schedule": "lockstep", "graphs": True},
     "streams": {"schedule": "streams", "lookahead": 3},
     "head": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
+    "index": {"schedule": "lockstep", "graphs": True},
+    "index, draft": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
+    "draft, index": {"schedule": "lockstep", "graphs": True},
+    "head, index": {"schedule": "lockstep", "graphs": True, "lookahead": 3},
 }
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0}
 CALLS = {
@@ -74,9 +79,11 @@ class Session:
     """
 
     def __init__(self, gpu: Emulator, model, how: str) -> None:
-        drafts = [] if how == "plain" else [noisy(model, 0.05)]
-        if how == "head":
+        drafts = [] if how in ("plain", "index") else [noisy(model, 0.05)]
+        if "head" in how:
             model, drafts = with_head(gpu, heads.make_weights())
+        if "index" in how:
+            drafts.insert(how.startswith(("draft", "head")), NgramDraft(min_match=1))
         self.gpu, self.target, self.how = gpu, model, how
         self.pipe = Pipeline(model, drafts, **HOW[how])
 
@@ -108,7 +115,7 @@ def clean(gpu: Emulator, *, prompts: bool = True) -> None:
     assert (gpu.prompts > 0) == prompts
 
 
-REPLAYED = [(name, how) for name in ("llama", "gemma", "qwen2") for how in HOW if how != "head" or name == "llama"]
+REPLAYED = [(name, how) for name in ("llama", "gemma", "qwen2") for how in HOW if "head" not in how or name == "llama"]
 """A head has one target. What a family changes lies in its layers, which all ways run alike: at night it runs in each of them."""
 
 
@@ -229,6 +236,29 @@ def test_a_layer_is_five_nodes(gpu, how, rows):
     clean(gpu)
 
 
+@pytest.mark.parametrize("place", ["alone", "before a draft", "behind a draft"])
+def test_what_an_index_finds_in_replays(gpu, place):
+    """In a corpus that is the text itself, alone and where the model next to it is always wrong or always right."""
+    model = random_llama(7)
+    ids = random_prompts(1, seed=5, shortest=6)[0][None]
+    options = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    text = type(model).generate(model, ids, **options)
+    index = NgramDraft(corpus=text[0].tolist(), min_match=3, max_match=16)
+    drafts = {
+        "alone": [index],
+        "before a draft": [index, noisy(model, 0.0)],
+        "behind a draft": [random_llama(8), index],
+    }
+    with gpu.watching(), warnings.catch_warnings(action="error"):
+        pipe = Pipeline(model, drafts[place], schedule="lockstep", graphs=True, lookahead=4)
+        assert torch.equal(pipe.generate(ids, **options), text)
+        target = pipe.report.stages[-1]
+        assert target.accepted > 20
+        assert target.acceptance_rate > 0.9
+        pipe.close()
+    clean(gpu)
+
+
 class Noted(BaseStreamer):
     """Writes down each token. The prompt comes first."""
 
@@ -254,6 +284,10 @@ def test_the_first_token_comes_from_the_prompts_graph(gpu, how, monkeypatch):
         prefill(stage, *arguments)
 
     monkeypatch.setattr(GraphedStage, "prefill", noted)
+    look = GraphedNgramStage.prefill
+    monkeypatch.setattr(
+        GraphedNgramStage, "prefill", lambda stage, *given: (log.append(stage.name), look(stage, *given))
+    )
     ids = random_prompts(1, seed=5, shortest=80, longest=90)[0][None]
     options = {"do_sample": False, "pad_token_id": 0}
     with gpu.watching():

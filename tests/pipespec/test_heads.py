@@ -273,7 +273,7 @@ def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monk
         if DEVICE == "cpu":
             torch_only = "draft head: its next slot reads the output after the last norm"
             own = torch_only if shape.get("norm_output") else "native"
-            forms = [own if form == "original" and not options["graphs"] else "draft head"]
+            forms = ["fused" if options["graphs"] else own if form == "original" else "draft head"]
             assert [stage.forward for stage in pipe.report.stages[:-1]] == forms
     assert len({len(text) - known for known, text, _ in drafted.found}) == 3
     check_against_reference(drafted.found, target, weights, **reference_options(shape))

@@ -62,12 +62,30 @@ def search(text: list[int], draft: NgramDraft) -> int | None:
     return own[-1] if own else None
 
 
-def verified(text: list[int], prompt: int, draft: NgramDraft, lookahead: int) -> tuple[int, int, int]:
+def copied(text: list[int], draft: NgramDraft, count: int) -> list[int]:
+    """The text with the tokens behind the place that a plain search finds, as captured rounds draft them."""
+    corpus = [] if draft.corpus is None else list(draft.corpus)
+    for n in range(min(draft.max_match, len(text)), draft.min_match - 1, -1):
+        for source in (list(text), corpus):
+            for end in range(len(source) - 1, n - 1, -1):
+                if source[end - n : end] == text[-n:]:
+                    found = (source[end:] * count)[:count] if source is not corpus else source[end : end + count]
+                    return [*text, *found]
+    return text
+
+
+def verified(
+    text: list[int], prompt: int, draft: NgramDraft, lookahead: int, *, captured: bool = False
+) -> tuple[int, int, int]:
     """Steps, draft tokens and accepted ones with which a target arrives at ``text``. Its first step takes the logits of the prompt."""
     at, steps, drafted, accepted = prompt + 1, 1, 0, 0
     while at < len(text):
-        tokens = text[:at]
-        while len(tokens) < min(at + lookahead, len(text)) and (found := search(tokens, draft)) is not None:
+        tokens = copied(text[:at], draft, lookahead) if captured else text[:at]
+        while (
+            not captured
+            and len(tokens) < min(at + lookahead, len(text))
+            and (found := search(tokens, draft)) is not None
+        ):
             tokens.append(found)
         # One position stays free for the target's own token.
         proposed = tokens[at : len(text) - 1]
@@ -77,21 +95,22 @@ def verified(text: list[int], prompt: int, draft: NgramDraft, lookahead: int) ->
     return steps, drafted, accepted
 
 
-@pytest.mark.parametrize("schedule", ["lockstep", "workers"])
+@pytest.mark.parametrize("schedule", ["lockstep", "workers", "rounds"])
 @pytest.mark.parametrize(
     "draft", [NgramDraft(), NgramDraft(min_match=1, max_match=3), NgramDraft(min_match=3)], ids=["2-8", "1-3", "3-8"]
 )
 @pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
 def test_the_target_verifies_what_a_search_finds(model, repetitive, schedule, draft, kwargs):
-    total = 0
-    with Pipeline(model, draft, schedule=schedule, lookahead=6) as pipe:
+    total, captured = 0, schedule == "rounds"
+    schedule, graphs = ("lockstep", True) if captured else (schedule, None)
+    with Pipeline(model, draft, schedule=schedule, lookahead=6, graphs=graphs) as pipe:
         for prompt in repetitive:
             ids, mask = prompt[None], torch.ones_like(prompt[None])
             wanted = plain(model, ids, mask, max_new_tokens=NEW, **kwargs)
             got = pipe.generate(ids, attention_mask=mask, max_new_tokens=NEW, **kwargs)
             assert torch.equal(wanted, got)
             stage = pipe.report.stages[-1]
-            counts = verified(got[0].tolist(), len(prompt), draft, 6)
+            counts = verified(got[0].tolist(), len(prompt), draft, 6, captured=captured)
             assert (stage.steps, stage.drafted, stage.accepted) == counts
             assert pipe.report.schedule == schedule
             total += stage.accepted
@@ -110,13 +129,14 @@ def test_text_without_repetition_costs_no_draft_tokens(model):
         assert pipe.report.stages[1].drafted > 0
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["step by step", "rounds"])
 @pytest.mark.parametrize("kwargs", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-def test_a_corpus(model, repetitive, kwargs):
+def test_a_corpus(model, repetitive, kwargs, graphs):
     """With the target's own text as the corpus, every draft token is accepted, in steps of 8 tokens after the first one."""
     prompt = random_prompts(1, seed=8, shortest=6)[0]
     text = plain(model, prompt[None], None, max_new_tokens=NEW, **kwargs)
     draft = NgramDraft(corpus=text[0].tolist(), min_match=3, max_match=32)
-    with Pipeline(model, draft, schedule="lockstep", lookahead=7) as pipe:
+    with Pipeline(model, draft, schedule="lockstep", lookahead=7, graphs=graphs) as pipe:
         assert torch.equal(text, pipe.generate(prompt[None], max_new_tokens=NEW, **kwargs))
         stage = pipe.report.stages[-1]
         steps = 1 + math.ceil((NEW - 1) / 8)
@@ -126,7 +146,7 @@ def test_a_corpus(model, repetitive, kwargs):
         assert torch.equal(wanted, pipe.generate(repetitive[0][None], max_new_tokens=NEW, **kwargs))
         stage = pipe.report.stages[-1]
         assert (stage.steps, stage.drafted, stage.accepted) == verified(
-            wanted[0].tolist(), len(repetitive[0]), draft, 7
+            wanted[0].tolist(), len(repetitive[0]), draft, 7, captured=graphs
         )
 
 

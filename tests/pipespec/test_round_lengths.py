@@ -45,6 +45,19 @@ def test_a_call_that_rests_rests_to_its_end() -> None:
     assert played[rests:] == [0] * (len(played) - rests)
 
 
+def test_an_index_that_rests_is_tried_again_in_the_same_call() -> None:
+    """It has nothing to read. A round in which it finds nothing costs as much as one whose first token is rejected."""
+    lengths = RoundLengths(may_resume=True)
+    lengths.begin()
+    played = []
+    for i in range(160):
+        length, finds = lengths.length, i > 90
+        lengths.note(length, length * finds, length * finds, 1, 0.005 * (1 + 0.05 * length))
+        played.append(length)
+    assert played[24:64] == [0] * 40
+    assert played[-8:] == [6] * 8
+
+
 def test_a_draft_that_has_become_better_is_tried_again() -> None:
     lengths = RoundLengths()
     play(lengths, 0.2, 0.3)

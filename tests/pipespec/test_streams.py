@@ -25,11 +25,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipespec import Pipeline
-from pipespec.config import SpeculationConfig
+from pipespec import NgramDraft, Pipeline
+from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import CachedText
 from pipespec.engine.forward import forward
+from pipespec.engine.stage import ModelDraft
 from pipespec.errors import NotCapturable
 from pipespec.schedules.base import SpeedWarning, StageFailure
 from pipespec.schedules.graphs.capture import _running_modules
@@ -312,6 +313,23 @@ def test_inference_mode_of_some_calls(model, how):
 )
 def test_the_steps_of_a_round(lookahead, steps):
     assert round_steps(SpeculationConfig(lookahead=lookahead)) == steps
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lookahead", "steps"),
+    [
+        ("i", (3,), [(0, WIDTH), (1, 4)]),
+        # Before each step of the model, which may have to draft without it.
+        ("im", (3, 2), [(0, WIDTH), (1, 5), (0, WIDTH), (1, 4), (2, 3)]),
+        # It passes on what the model has drafted.
+        ("mi", (2, 3), [(0, 3), (0, 1), (1, WIDTH), (2, 4)]),
+        ("ii", (2, 3), [(0, WIDTH), (1, WIDTH), (2, 4)]),
+        ("mi", (0, 0), [(2, 1)]),
+    ],
+)
+def test_the_steps_of_a_round_with_an_index(kinds, lookahead, steps):
+    drafts = tuple({"i": NgramDraft(), "m": ModelDraft()}[kind] for kind in kinds)
+    assert round_steps(SpeculationConfig(drafts=drafts, lookahead=lookahead, graphs=True)) == steps
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("r", 1), ("g", 3), ("b", 1), ("w", 3)])

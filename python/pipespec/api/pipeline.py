@@ -62,7 +62,7 @@ class Pipeline(BasePipeline):
             started, on any machine: rank 0 has the target and ``generate()``, rank 1 the first draft, and so on; they call :meth:`serve`. Each
             rank loads its own model only.
         lookahead: Tokens that a draft may be ahead of the next stage: an integer, or one per draft. Default: in lockstep, the controller chooses before each
-            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds of several drafts and with
+            round which draft proposes tokens and how many (see :mod:`pipespec.engine.controller`); 4 where it cannot: in captured rounds of several draft models and with
             ``acceptance`` other than coupled. In other schedules 8.
         graphs: Run ``"plain"`` and ``"lockstep"`` as captured CUDA graphs, one per round; for GPUs. Default:
             only where the default rule chooses it. An open pipeline with graphs sets ``attn_implementation="pipespec"`` in its models;
@@ -247,7 +247,7 @@ class Pipeline(BasePipeline):
             options["graphs"],
             in_turn=without_models
             or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts)),
-            uncaptured=not can_be_captured(drafts),
+            uncaptured=not _can_be_captured(self.models, drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
             controlled=may_join and can_be_controlled([*drafts, *joining]) and self._group is None,
@@ -350,6 +350,13 @@ def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) ->
         raise ValueError(
             f"kv_dtype={config.kv_dtype!r} is for captured steps on a GPU: leave it out, or use graphs=True there"
         )
+
+
+def _can_be_captured(models: Sequence[PreTrainedModel], drafts: Sequence[DraftSpec]) -> bool:
+    """Whether the steps of drafts can be captured where the models are. A draft without a model runs in the graph of the stage after it: in rounds, which are of
+    one device."""
+    is_apart = len({input_device(model) for model in models}) > 1
+    return can_be_captured(drafts) and not (is_apart and any(draft.inline for draft in drafts))
 
 
 def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> Driver:

@@ -152,7 +152,7 @@ class FusedForm(Form):
     """A model's forward over static caches. :meth:`add_cache` comes before the first forward over a cache.
 
     Args:
-        model: one that :func:`pipespec.models.families.identity` accepts.
+        model: one that :func:`pipespec.models.families.identity` accepts, or the parts of one.
         exact: whether the bits of a row may depend on nothing but its text.
 
     Attributes:
@@ -166,14 +166,15 @@ class FusedForm(Form):
         NotReadable: a part of the model has no operation here.
     """
 
-    def __init__(self, model: PreTrainedModel, *, exact: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel | ModelParts, *, exact: bool = False) -> None:
         self.number = self.token = next(_numbers)
         self._read = read = description.read(model, matrices=False)
         if read.beyond_llama is not None:
             raise NotReadable(f"the fused operations lack {read.beyond_llama}")
-        self._ends = ModelParts.of(model)._replace(layers=())
-        *products, self._head = map(_Product.of, families.products_of(model))
-        layers, each = ModelParts.of(model).layers, iter(products)
+        parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
+        self._ends = parts._replace(layers=())
+        *products, self._head = map(_Product.of, families.products_of(parts))
+        layers, each = parts.layers, iter(products)
         first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
         self._layers = [
             _Layer(
@@ -216,22 +217,10 @@ class FusedForm(Form):
         self, tokens: torch.Tensor, cache: RowCache, keep: int, last: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As :class:`Form`. ``last``: int64 ``[1]``, with ``keep=1`` the column whose logits are computed, in place of the last one."""
-        read, (cos, sin, workspace) = self._read, self.tables[cache]
-        shape, (rows, q) = read.shape, tokens.shape
-        n = rows * q
-        narrow = n <= self.narrow_rows
-        fed = tokens.reshape(-1)
-        hidden = families.embedded(self._ends, fed)
-        _, stored = cache.open(q)
-        mixed = hidden.new_empty((n, shape.heads * shape.head_dim))
-        out = mixed.view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
-        invariant = n <= MAX_ROWS or self.repeats_bits
-        options: dict[str, Any] = {"scale": shape.scale, "invariant": invariant, "workspace": workspace, "out": out}
-        features = cache.features
-        wanted = () if features is None else features.layers
-        lengths, new = cache.device_lengths, cache.new_columns
-        parts = _parts(rows, q, lengths, new) if narrow else []
-        step = _Step((rows, q), stored, lengths, new, parts, (cos, sin), options, mixed, wanted, {0: hidden})
+        rows, q = tokens.shape
+        narrow, features = rows * q <= self.narrow_rows, cache.features
+        hidden = families.embedded(self._ends, tokens.reshape(-1))
+        step = self._step(hidden, rows, q, cache)
         x = (self._run_narrow if narrow else self._run_wide)(hidden, step)
         if features is not None:
             streams = {index: hidden.view(rows, q, -1) for index, hidden in step.streams.items()}
@@ -246,27 +235,44 @@ class FusedForm(Form):
             logits = _joined(x, self._head)
         return logits.view(rows, keep, logits.shape[1])
 
+    def _step(self, hidden: torch.Tensor, rows: int, q: int, cache: RowCache) -> _Step:
+        """Begin a forward over ``hidden [rows * q, H]``, the first hidden states."""
+        (cos, sin, workspace), shape, n = self.tables[cache], self._read.shape, rows * q
+        _, stored = cache.open(q)
+        mixed = hidden.new_empty((n, shape.heads * shape.head_dim))
+        out = mixed.view(rows, q, shape.heads, shape.head_dim).transpose(1, 2)
+        invariant = n <= MAX_ROWS or self.repeats_bits
+        options: dict[str, Any] = {"scale": shape.scale, "invariant": invariant, "workspace": workspace, "out": out}
+        wanted = () if cache.features is None else cache.features.layers
+        lengths, new = cache.device_lengths, cache.new_columns
+        parts = _parts(rows, q, lengths, new) if n <= self.narrow_rows else []
+        return _Step((rows, q), stored, lengths, new, parts, (cos, sin), options, mixed, wanted, {0: hidden})
+
     def _run_narrow(self, hidden: torch.Tensor, step: _Step) -> torch.Tensor:
         """The layers in products of few rows. Returns the last hidden states."""
-        kind = self._read.shape.activation
         for i, layer in enumerate(self._layers):
-            mixed = self._attend(self._queries(hidden, i, step), i, step)
-            hidden = _small(mixed, layer.o.runs[0], step, residual=hidden)
-            norm: dict[str, Any] = {"norm": layer.norms[1], **self._norm}
-            gate_up = layer.gate_up.whole()
-            if gate_up is None or not can_halve(gate_up[0]):
-                both = [_small(hidden, run, step, **norm) for run in layer.gate_up.runs]
-                x = ops.silu_mul(both[0] if len(both) == 1 else torch.cat(both, -1), activation=kind)
-            else:
-                x = _small(hidden, layer.gate_up.runs[0], step, activation=kind, **norm)
-            hidden = _small(x, layer.down.runs[0], step, residual=hidden)
+            queries = self._queries(hidden, i, step, norm=layer.norms[0], **self._norm)
+            hidden = self._behind_queries(queries, hidden, i, step)
             step.note(i + 1, hidden)
         return hidden
 
-    def _queries(self, hidden: torch.Tensor, i: int, step: _Step) -> torch.Tensor:
-        """The rotated queries of layer ``i``, from products of few rows; its keys and values go to the cache."""
+    def _behind_queries(self, queries: torch.Tensor, hidden: torch.Tensor, i: int, step: _Step) -> torch.Tensor:
+        """The output of layer ``i``. ``hidden``: what its attention is added to."""
+        layer, kind = self._layers[i], self._read.shape.activation
+        hidden = _small(self._attend(queries, i, step), layer.o.runs[0], step, residual=hidden)
+        norm: dict[str, Any] = {"norm": layer.norms[1], **self._norm}
+        gate_up = layer.gate_up.whole()
+        if gate_up is None or not can_halve(gate_up[0]):
+            both = [_small(hidden, run, step, **norm) for run in layer.gate_up.runs]
+            x = ops.silu_mul(both[0] if len(both) == 1 else torch.cat(both, -1), activation=kind)
+        else:
+            x = _small(hidden, layer.gate_up.runs[0], step, activation=kind, **norm)
+        return _small(x, layer.down.runs[0], step, residual=hidden)
+
+    def _queries(self, hidden: torch.Tensor, i: int, step: _Step, **norm: Any) -> torch.Tensor:
+        """The rotated queries of layer ``i``, from products of few rows; its keys and values go to the cache. ``norm``: of its input, as :func:`ops.linear_small`
+        takes it."""
         layer = self._layers[i]
-        norm: dict[str, Any] = {"norm": layer.norms[0], **self._norm}
         shape, (rows, q), product = self._read.shape, step.shape, layer.qkv.whole()
         if layer.head_norms or product is None or not can_append(product[0], shape.head_dim, step.tables[0].shape[1]):
             return self._rotated([_small(hidden, run, step, **norm) for run in layer.qkv.runs], i, step)

@@ -212,6 +212,10 @@ class DraftHead(TargetReader):
         """What the native decoder runs. Raises :class:`NotReadable` where the head has something that it does not have."""
         if self.config.norm_output:
             raise NotReadable("its next slot reads the output after the last norm")
+        return self.layer_parts()
+
+    def layer_parts(self) -> ModelParts:
+        """Its layers, the last norm and the matrix that gives the logits."""
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
 
     def native_product(self) -> NativeDecoder:

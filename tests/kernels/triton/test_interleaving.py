@@ -87,7 +87,27 @@ class Attention:
         return found, self.workspace.clone()
 
 
-KINDS = (Greedy, Coupled, Rejection, Attention)
+class Lookup:
+    """Three blocks share the text of a row, and one has the corpus. One row proposes tokens of its text, one of the corpus, and one passes on a draft token."""
+
+    module = import_module("pipespec_kernels.triton.lookup")
+
+    def __init__(self) -> None:
+        self.history = torch.tensor([[7, 8, 9, 1, 2, 8, 3, 4, 5, 6, 0, 7] + 8 * [0]] * 3, dtype=torch.int32)
+        self.tokens = torch.tensor([[8, 0, 0, 0], [5, 5, 0, 0], [1, 3, 0, 0]], dtype=torch.int32)
+        self.counts = torch.tensor([[1, 2, 2], [0, 0, 1]], dtype=torch.int32)
+        self.workspace = torch.zeros(6, dtype=torch.int64)
+
+    def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
+        fed, drafted = self.counts.clone()
+        tokens, history, selected = self.tokens.clone(), self.history.clone(), torch.full((3, 4), -7, dtype=torch.int32)
+        lengths, corpus = torch.full((3,), 12, dtype=torch.int32), torch.tensor([5, 5, 4], dtype=torch.int32)
+        given = tokens, fed, drafted, torch.ones(3, dtype=torch.int32), history, lengths, 3, 2, 4, corpus
+        module.prompt_lookup(*given, selected, self.workspace, Config(8, 1, 3))
+        return tokens, fed, drafted, history, selected, self.workspace.clone()
+
+
+KINDS = (Greedy, Coupled, Rejection, Attention, Lookup)
 
 
 def differs(kind: Callable[[], Any], module: ModuleType, orders: Iterable[int]) -> int | None:
@@ -126,7 +146,7 @@ def planted(module: ModuleType, right: str, wrong: str, path: Path) -> ModuleTyp
 
 
 ORDER = 'sem="acq_rel"'
-CONTROL = [(kind, "import torch", "import torch", 0) for kind in (Greedy, Rejection, Attention)]
+CONTROL = [(kind, "import triton", "import triton", 0) for kind in (Greedy, Rejection, Attention, Lookup)]
 FAULTS = [
     (Greedy, ORDER, 'sem="release"', 0),  # the words of others may be old
     (Greedy, "(draft_tokens + 1) * splits - 1", "(draft_tokens + 1) * splits - 2", 0),
@@ -143,6 +163,10 @@ FAULTS = [
     (Attention, "== groups - 1", "== groups - 2", 0),
     (Attention, "tl.store(ticket, 0)", "pass", 0),
     (Attention, "tl.store(ticket + 1 + group, 0)", "pass", 0),
+    (Lookup, ORDER, 'sem="release"', 0),
+    (Lookup, "tl.num_programs(0) - 1", "tl.num_programs(0) - 2", 0),
+    (Lookup, "tl.store(best + row, 0)", "pass", 0),
+    (Lookup, "tl.store(ticket + row, 0)", "pass", 0),
 ]
 """The last one: an order from which on one shows it soon."""
 

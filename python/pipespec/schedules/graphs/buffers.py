@@ -18,6 +18,9 @@ from pipespec_kernels import ops
 
 _numbers = itertools.count(1)
 
+versions = itertools.count()
+"""Of :class:`StaticBuffers` and :class:`TextBuffers`."""
+
 
 class StaticPenalties:
     """The text that penalties see, and their numbers, at fixed addresses, with room for ``capacity`` tokens and ``biases`` per row.
@@ -217,6 +220,47 @@ class StaticBuffers(NamedTuple):
     graphs: dict[GraphKey, Any]
     prompt_graphs: dict[tuple[int, bool], Any]
 
+    @property
+    def rows(self) -> int:
+        return self.cache.rows
+
+    @property
+    def capacity(self) -> int:
+        """Positions of each row."""
+        return self.cache.capacity
+
+    @property
+    def kind(self) -> SamplingKind:
+        return self.sampler.kind
+
+
+class TextBuffers(NamedTuple):
+    """What a stage without a model keeps at fixed addresses for one number of rows.
+
+    Attributes:
+        history: The texts, int32 ``[rows, capacity]``.
+        workspace: Of :func:`pipespec_kernels.ops.prompt_lookup`.
+        version: As that of :class:`StaticBuffers`, like the others.
+    """
+
+    history: Tensor
+    workspace: Tensor
+    version: int
+    graphs: dict[GraphKey, Any]
+    prompt_graphs: dict[tuple[int, bool], Any]
+
+    @property
+    def rows(self) -> int:
+        return self.history.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        return self.history.shape[1]
+
+    @property
+    def kind(self) -> SamplingKind:
+        return SamplingKind()
+
 
 class StageStep(NamedTuple):
     """One step within a graph or a round: the index of its stage, and its columns."""
@@ -242,11 +286,11 @@ class GraphKey(NamedTuple):
 
     @classmethod
     def of(
-        cls, steps: Sequence[StageStep], buffers: Sequence[StaticBuffers], lookahead: tuple[int, ...] = ()
+        cls, steps: Sequence[StageStep], buffers: Sequence[StaticBuffers | TextBuffers], lookahead: tuple[int, ...] = ()
     ) -> GraphKey:
         """Build the key of a graph from its steps and the static buffers of all stages of the chain."""
         used = [buffers[stage] for stage in sorted({step.stage for step in steps})]
-        return cls(tuple(steps), lookahead, tuple(b.version for b in used), tuple(b.sampler.kind for b in used))
+        return cls(tuple(steps), lookahead, tuple(b.version for b in used), tuple(b.kind for b in used))
 
     @property
     def launched(self) -> StageStep:

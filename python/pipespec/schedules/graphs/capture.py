@@ -22,7 +22,7 @@ from pipespec.models.properties import compute_dtype
 from pipespec.process.interrupts import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.scheduling import PinnedMemory
-from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec.schedules.graphs.stage import GraphedStage, StaticStage
 from pipespec_kernels.device_state import DevicePort, PolicyRing
 from pipespec_kernels.env import MIN_CAPABILITY
 from pipespec_kernels.scheduler import Launcher
@@ -89,7 +89,7 @@ def cuda_module() -> Any:
 class RecordedStep:
     """One stage's step within a graph: plan, forward and selection, commit."""
 
-    def __init__(self, stage: GraphedStage, port: DevicePort) -> None:
+    def __init__(self, stage: StaticStage, port: DevicePort) -> None:
         self.stage, self.port = stage, port
 
     def __call__(self, warm_up: bool) -> None:
@@ -98,7 +98,7 @@ class RecordedStep:
         port.plan()
         if warm_up:
             # The plan of an inactive row is position 0, where the cache may hold a text. Its end holds none.
-            port.kv.fill_(self.stage.buffers.cache.capacity - port.width)
+            port.kv.fill_(self.stage.buffers.capacity - port.width)
         selected = self.stage.body(port.tokens, port.kv, port.query_lens, port.num_draft_tokens, port.n_select)
         port.commit(selected)
 
@@ -126,7 +126,7 @@ class CapturedGraph:
 
 _all_resources: weakref.WeakSet[CaptureResources] = weakref.WeakSet()
 
-Part = tuple[GraphedStage, Callable[[bool], None]]
+Part = tuple[StaticStage, Callable[[bool], None]]
 """A stage, and what it launches on the current stream. The argument says whether that is a warm-up."""
 
 
@@ -145,8 +145,8 @@ class CaptureResources:
         NotCapturable: See :func:`check_device`.
     """
 
-    def __init__(self, stage: GraphedStage) -> None:
-        self.device, self.priority = stage.model.device, 0 if stage.is_target else _DRAFT_PRIORITY
+    def __init__(self, stage: StaticStage) -> None:
+        self.device, self.priority = stage.device, 0 if stage.is_target else _DRAFT_PRIORITY
         check_device(self.device)
         self._pool: Any = None
         self._graphs: weakref.WeakSet[CapturedGraph] = weakref.WeakSet()
@@ -202,14 +202,14 @@ class CaptureResources:
                 try:
                     launch(warm_up)
                 except Exception:
-                    current, inside = stage, named or (running[stage] or ["the selection of its tokens"])[-1]
+                    current, inside = stage, named or (running.get(stage) or ["the selection of its tokens"])[-1]
                     raise
 
         with ExitStack() as trackers:
             running = {
                 stage: trackers.enter_context(_running_modules(stage.model))
                 for stage in dict.fromkeys(stage for stage, _ in parts)
-                if named is None
+                if named is None and isinstance(stage, GraphedStage)
             }
             # The outer context restores the stream: torch does not where a capture fails to end.
             with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
@@ -349,13 +349,15 @@ class CapturedPrompt:
 
 def capture_bodies(
     resources: Sequence[CaptureResources],
-    stages: Sequence[GraphedStage],
+    stages: Sequence[StaticStage],
     steps: Sequence[StageStep],
     refused: dict[int, NotCapturable],
 ) -> None:
-    """Capture the steps that a call lacks, each as a graph of its own. A stage that cannot be captured joins ``refused``."""
+    """Capture the steps that a call lacks, each as a graph of its own. A stage that cannot be captured joins ``refused``. One without a model has one launch."""
     for i, width in steps:
         stage = stages[i]
+        if not isinstance(stage, GraphedStage):
+            continue
         graphs, key = stage.buffers.graphs, stage.key(width)
         try:
             if i not in refused:
@@ -373,7 +375,7 @@ class CaptureContext:
     with loads and stores only, so that no peer access is needed. ``layout``: address and size of the block, for the owner to compare.
     """
 
-    def __init__(self, shadow: StateBlock, stages: Sequence[GraphedStage], layout: Hashable) -> None:
+    def __init__(self, shadow: StateBlock, stages: Sequence[StaticStage], layout: Hashable) -> None:
         assert isinstance(shadow.memory, PinnedMemory)
         self.layout = layout
         self.shadow, self.stages = shadow, stages
@@ -386,7 +388,7 @@ class CaptureContext:
             self._policies.append(PolicyRing(policies, scratch))
             self._logs.append(torch.zeros(_cuda.STEP_LOG_BYTES, dtype=torch.uint8, device="cpu").pin_memory())
         self._pinned = shadow.memory.tensor
-        devices = {stage.model.device for stage in stages}
+        devices = {stage.device for stage in stages}
         self._block = self._pinned.to(devices.pop()) if len(devices) == 1 else self._pinned
 
     def deactivate_rows(self) -> None:
@@ -403,14 +405,15 @@ class CaptureContext:
             # The launcher writes the policies of the stage that it launches. The others' policy is part of the graph.
             is_launched = planned.stage == key.launched.stage
             policy = self._policies[planned.stage] if is_launched else None
-            rows = stage.buffers.cache.rows
+            rows = stage.buffers.rows
             port = DevicePort(self._block, planned.stage, planned.width, resources.device, rows=rows, policy=policy)
             if not is_launched:
                 port.set_policy(config.lookahead_of(planned.stage), config.max_draft_tokens(planned.stage))
             recorded[planned] = RecordedStep(stage, port)
         steps = [recorded[planned] for planned in key.steps]
-        for step in steps:
-            self.resources[step.stage.index].compare_opaque(step.stage, step.stage.buffers.cache.rows * step.port.width)
+        for stage, port in ((step.stage, step.port) for step in steps):
+            if isinstance(stage, GraphedStage):
+                self.resources[stage.index].compare_opaque(stage, stage.buffers.rows * port.width)
         last, policy, log = steps[-1], self._policies[key.launched.stage], self._logs[key.launched.stage]
         parts: list[Part] = [
             (last.stage, lambda _: last.port.open(policy.scratch)),

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipespec.checks.models import check_exact
 from pipespec.checks.support import check_streams
-from pipespec.config import SpeculationConfig
+from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.inputs import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
@@ -29,7 +29,7 @@ from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.scheduling import HostShadow, PinnedMemory, ScheduledChain
-from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec.schedules.graphs.stage import GraphedStage, StaticStage
 from pipespec.schedules.lockstep import LockstepDriver, advance, prefill_drafts
 from pipespec_kernels.state import Action, StateBlock
 
@@ -112,6 +112,24 @@ def capture_with_pipeline(driver: GraphedDriver) -> None:
         driver.release()
 
 
+def _captured_stage(driver: GraphedDriver, i: int) -> Any:
+    """Stage ``i`` of a driver. One without a model is on the device of the target."""
+    config, place, is_target = driver.config, (driver.block, i, driver._trace_of(i)), i == driver.block.target
+    make: Any = GraphedStage
+    if not is_target:
+        row = kind_of(config.drafts[i])
+        assert row is not None
+        make = imported(row.captured)
+        if config.drafts[i].inline:
+            device, count = driver.models[-1].device, min(config.lookahead[i], WIDTH // 2)
+            return make(config.drafts[i], *place, device=device, count=count)
+    stage = make(driver._model_of(i), *place, native=config.native, exact=config.exact and is_target)
+    stage.kv_dtype = config.kv_dtype
+    stage.needs_same_bits = is_target
+    stage.keep_prefixes(config.prefix_cache)
+    return stage
+
+
 class GraphedDriver(Driver):
     """Runs steps that need no host: captured graphs on GPUs, the same code without capture on a CPU.
 
@@ -148,19 +166,9 @@ class GraphedDriver(Driver):
         self._ran_captured = self._is_ahead = False
         self.failed_drafts: set[int] = set()
         super().__init__(models, config)
-        self._stages: list[GraphedStage] = []
-        for i, model in enumerate(models):
-            is_target = i == self.block.target
-            row = None if is_target else kind_of(config.drafts[i])
-            make = GraphedStage if row is None else imported(row.captured)
-            exact = config.exact and is_target
-            stage = make(model, self.block, i, self._trace_of(i), native=config.native, exact=exact)
-            stage.kv_dtype = config.kv_dtype
-            stage.needs_same_bits = is_target
-            stage.keep_prefixes(config.prefix_cache)
-            self._stages.append(stage)
-            self.block.set_alive(i, True)
+        self._stages: list[Any] = [_captured_stage(self, i) for i in range(self.block.target + 1)]
         for stage in self._stages:
+            self.block.set_alive(stage.index, True)
             stage.read_from(self.target)
         # The controller sees the last steps.
         self.scheduled = ScheduledChain(self.block, config.trace or _SEEN * config.controlled)
@@ -177,14 +185,16 @@ class GraphedDriver(Driver):
         return models[-1].device.type == "cuda"
 
     def _make_block(self) -> StateBlock:
-        return HostShadow.create(len(self.models), 1, 64, PinnedMemory() if self.on_gpu else None)
+        return HostShadow.create(self._stage_count, 1, 64, PinnedMemory() if self.on_gpu else None)
 
     @property
     def target(self) -> GraphedStage:
-        return self._stages[-1]
+        found: GraphedStage = self._stages[-1]
+        return found
 
     @property
-    def stages(self) -> Sequence[GraphedStage]:
+    def stages(self) -> Sequence[Any]:
+        """All of them, those without a model too."""
         return self._stages
 
     # ---- what subclasses define
@@ -244,7 +254,7 @@ class GraphedDriver(Driver):
             self._is_ahead = self.context is not None
             self._read_back([self.target] if self._is_ahead else self._stages)
 
-    def _read_back(self, stages: Sequence[GraphedStage]) -> None:
+    def _read_back(self, stages: Sequence[StaticStage]) -> None:
         """Take over from the block what the steps of the last call have done, of some stages what their caches hold."""
         if self.context is not None:
             # The error of a GPU has been raised before.
@@ -372,7 +382,7 @@ class GraphedDriver(Driver):
         self._resources = self._resources or [CaptureResources(stage) for stage in self._stages]
         steps = list(dict.fromkeys(step for key in self.graph_keys() for step in key.steps))
         capture_bodies(self._resources, self._stages, steps, self.refused)
-        if len(self.refused) == len(self._stages):
+        if len(self.refused) == len(self.models):
             raise self.refused[len(self._stages) - 1]
         for refusal in self.refused.values():
             self.warn_slower(f"{refusal}; its steps run without a graph between the graphs of the others")
@@ -383,6 +393,8 @@ class GraphedDriver(Driver):
         from pipespec.schedules.graphs.capture import CapturedPrompt
 
         for stage, number, own in zip(self._stages, present, resources, strict=True):
+            if not isinstance(stage, GraphedStage):
+                continue
             stage.capture_prompt = None if stage.index in self.refused else functools.partial(CapturedPrompt, own)
             reason = stage.by_modules_reason() if stage.capture_prompt is not None and self.config.native else None
             if reason is not None:

@@ -11,11 +11,14 @@ from torch import Tensor
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.fused_head import FusedHead, fused_head
 from pipespec.engine.head import HeadStage
 from pipespec.engine.inputs import StageInputs
-from pipespec.models.families import state_of
+from pipespec.engine.known import FUSED
+from pipespec.models.families import NotReadable, state_of
 from pipespec.schedules.graphs.buffers import GraphKey
 from pipespec.schedules.graphs.stage import GraphedStage
+from pipespec_kernels.products import MAX_ROWS
 
 
 class HeadCache(RowCache):
@@ -45,6 +48,9 @@ class GraphedHead(GraphedStage, HeadStage):
     _forward = HeadStage._forward  # no graph reads a prompt
     _source: GraphedStage
     _attention = ATTENTION  # no other one reads the lengths of a static cache
+    _fused: FusedHead | None = None
+    _fused_state = 0
+    """Hash of the weights that :attr:`_fused` was chosen for."""
 
     @property
     def own(self) -> HeadCache:
@@ -63,19 +69,29 @@ class GraphedHead(GraphedStage, HeadStage):
         return super().key(width)._replace(versions=(own.version, source.version))
 
     def by_modules_reason(self) -> None:
-        """None: it has no fused form."""
+        """None: the report says why it has no fused form."""
 
     def keep_prefixes(self, budget: int | None) -> None:
         """Nothing: it runs the slots of a kept prefix again, from the features that the target has kept."""
         super().keep_prefixes(0)
 
     def pack(self) -> None:
-        """Nothing: captured steps run in torch's operations."""
+        """Nothing: :meth:`prepare` chooses the form."""
 
-    def _choose_form(self) -> tuple[None, int]:
-        self._set_attention()
+    def _state(self) -> int:
         modules = itertools.chain(self.model.modules(), self.model.get_input_embeddings().modules())
-        return None, hash(tuple(itertools.chain.from_iterable(map(state_of, modules))))
+        return hash(tuple(itertools.chain.from_iterable(map(state_of, modules))))
+
+    def _choose_form(self) -> tuple[FusedHead | None, int]:
+        self._set_attention()
+        state = self._state()
+        if self._native and state != self._fused_state:
+            try:
+                self._fused, self.form = fused_head(self.model), FUSED
+            except NotReadable as error:
+                self._fused, self.form = None, f"{HeadStage.form}: {error}"
+            state = self._fused_state = self._state()  # of the merged weights
+        return self._fused, hash((self._fused and self._fused.number, state))
 
     def _make_cache(self, rows: int, capacity: int) -> RowCache:
         return HeadCache(self.model.block, rows, capacity, dtype=self.model.dtype, device=self.model.device)
@@ -107,17 +123,24 @@ class GraphedHead(GraphedStage, HeadStage):
         # What padding columns write is overwritten before a slot reads it.
         cache.tokens.scatter_(1, kv[:, None] + column, tokens.long())
         selects, end = n_select > 0, kv + n_select - 1 - cache.skipped
-        # A row that selects nothing runs columns at the end of the cache, where there are no slots.
+        # A row that selects nothing runs columns at the end of the cache, where there are no slots, or none.
         begin = torch.where(selects, (end - width).clamp(min=0), cache.capacity - width)
         at = (begin[:, None] + cache.skipped[:, None] + column).clamp(max=cache.capacity - 2)
+        form = self._fused if rows * width <= MAX_ROWS else None
+        new = None if form is None else torch.where(selects, width, 0).int()
         states = cache.outputs[:, None]
         if width > 1:
             # The target's buffers may be smaller than these; a row without slots must not read past their end.
             stored = self._features().stored
-            states = head.fuse(stored[row[:, None], at.clamp(max=stored.shape[1] - 1)])
-        cache.follow(begin)
-        embeds, places = head.embed(cache.tokens.gather(1, at + 1)), cache.positions(width)
-        found = head(embeds, states, places, cache.masks(width), cache)
+            features = stored[row[:, None], at.clamp(max=stored.shape[1] - 1)]
+            states = head.fuse(features) if form is None else form.fuse(features, new)
+        cache.follow(begin, new)
+        embeds = head.embed(cache.tokens.gather(1, at + 1))
+        if form is None:
+            found = head(embeds, states, cache.positions(width), cache.masks(width), cache)
+        else:
+            found = form.run(embeds, states, cache)
         newest = found[row, (end - 1 - begin).clamp(0, width - 1)]
         cache.outputs.copy_(torch.where(selects[:, None], newest, cache.outputs))
-        return self._widened(head.logits(newest), n_select - 1, width)
+        logits = head.logits(newest) if form is None else form.logits(newest, new)
+        return self._widened(logits, n_select - 1, width)

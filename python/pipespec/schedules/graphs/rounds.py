@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel
 
-from pipespec.config import SpeculationConfig
+from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.controller import AcceptanceRates, Machine, StepTimes
 from pipespec.process.interrupts import draft_errors
 from pipespec.schedules.base import GenerationRequest
@@ -36,9 +36,13 @@ def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
     * two after a step of the stage downstream, whose last token it adopts;
     * in the stage's first step of the round, one for each stage downstream and one of its own, since each of them may be one token ahead of its
       upstream. A draft that reads the target's hidden states has one for each token that the round may have committed.
+
+    A draft without a model takes one step, which drafts all it can. That may be nothing, so the draft behind it takes as many steps as without it; those that find
+    nothing left to do return at once.
     """
     target = len(config.lookahead)
     reads_target = {i for i, draft in enumerate(config.drafts) if draft.reads_target}
+    inline = {i for i, draft in enumerate(config.drafts) if draft.inline}
     steps: list[StageStep] = []
     begun: set[int] = set()
 
@@ -50,11 +54,15 @@ def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
             committed = before or 1 + config.max_draft_tokens(target)
             own = committed if stage in reads_target else 1 + target - stage
             begun.add(stage)
-        steps.append(StageStep(stage, own + draft_tokens))
+        steps.append(StageStep(stage, WIDTH if stage in inline else own + draft_tokens))
 
     def fill(stage: int) -> None:
-        per_step = config.max_draft_tokens(stage) + 1
-        for i in range(-(-config.max_draft_tokens(stage + 1) // per_step)):
+        wanted, per_step = config.max_draft_tokens(stage + 1), config.max_draft_tokens(stage) + 1
+        if stage in inline:
+            per_step = wanted
+        elif stage - 1 in inline:
+            per_step = 1
+        for i in range(-(-wanted // per_step)):
             step(stage, 2 if i == 0 else 1)
 
     step(target, 1)
@@ -76,7 +84,8 @@ class RoundsDriver(GraphedDriver):
             places = ", ".join(str(model.device) for model in models)
             what = "graphs=True runs a round of all models as one graph, so they must be on one device"
             raise ValueError(f"{what}; they are on {places}")
-        self.lengths = RoundLengths() if config.controlled else None
+        may_resume = all(draft.inline for draft in config.drafts)
+        self.lengths = RoundLengths(may_resume=may_resume) if config.controlled else None
         self._noted = 0
         super().__init__(models, config)
 
@@ -84,7 +93,7 @@ class RoundsDriver(GraphedDriver):
         """The configuration and the steps of each round that there is, the narrowest step of the target first."""
         if self.lengths is None:
             return [(self.config, round_steps(self.config))]
-        configs = [replace(self.config, lookahead=(length,)) for length in LENGTHS]
+        configs = [replace(self.config, lookahead=self._lookahead_of_round(length)) for length in LENGTHS]
         # A round of another length may have come before, and a plain one.
         return [(config, round_steps(config, before=2 + LENGTHS[-1])) for config in configs]
 
@@ -94,7 +103,11 @@ class RoundsDriver(GraphedDriver):
     def _lookahead(self) -> tuple[int, ...]:
         if self.lengths is None or self.failed_drafts:
             return super()._lookahead()
-        return (self.lengths.length,)
+        return self._lookahead_of_round(self.lengths.length)
+
+    def _lookahead_of_round(self, length: int) -> tuple[int, ...]:
+        """That of all drafts in a round in which the target verifies ``length`` tokens."""
+        return (*(min(n, length) for n in self.config.lookahead[:-1]), length)
 
     def _run_scheduled(self, request: GenerationRequest) -> None:
         self._noted = 0
@@ -139,7 +152,7 @@ class RoundsDriver(GraphedDriver):
             action = Action(port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0))
             if action != Action.STEP:
                 return action
-            rows = range(self.target.buffers.cache.rows)
+            rows = range(self.target.buffers.rows)
             before = sum(self.block.length(target, row) for row in rows)
             selected = self._stages[i].body_on_host(port)
             port.commit(selected.data_ptr(), selected.stride(0))
@@ -162,16 +175,22 @@ _GAIN = 1.02
 """Drafting must be predicted to be this much faster than plain decoding."""
 _REVIEW = 8
 """Rounds between two choices."""
+_TRIAL = 64
+"""Rounds after which drafts that rest are tried again until the next choice."""
 
 
 class RoundLengths:
     """Chooses the length of captured rounds from their measured times and the acceptance rates, by the closed form of :mod:`pipespec.engine.controller`.
 
     It belongs to a pipeline: what it has learned serves the next call. A call measures each length that is not known for one round. Where no length pays, it goes
-    on in plain rounds to its end: the draft has not read their tokens.
+    on in plain rounds: to its end where a model would have to read their tokens.
+
+    Args:
+        may_resume: Whether the drafts can be tried again after plain rounds: no model runs in them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_resume: bool = False) -> None:
+        self._may_resume = may_resume
         self._times = StepTimes(Machine())
         self._rates = AcceptanceRates(_PRIOR)
         self._known: set[int] = set()
@@ -204,6 +223,11 @@ class RoundLengths:
             self._known.add(length)
         if drafted:
             self._rates.note(round(drafted / rows), round(accepted / rows))
+        elif length and self._may_resume:
+            self._rates.note(1, 0)  # nothing was found, and the round took as long
+        if self.is_resting and self._may_resume and self._rounds % _TRIAL == 0:
+            self.is_resting, self.length = False, _FIRST
+            return
         if self.is_resting or self._rounds < 2:
             return
         unknown = [n for n in (_FIRST, *LENGTHS[1:], 0) if n not in self._known]

@@ -1,4 +1,4 @@
-"""GraphedStage: a stage whose step is work of its device alone, so that it can be captured in a CUDA graph.
+"""StaticStage: a stage whose step is work of its device alone, so that it can be captured in a CUDA graph. GraphedStage: one with a model.
 
 A step reads what plan filled and writes what commit takes, at fixed addresses. Nothing returns to the host. On the CPU the same code runs without
 capture.
@@ -6,7 +6,7 @@ capture.
 
 from __future__ import annotations
 
-import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,15 +27,15 @@ from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation, text_config
 from pipespec.models.tiled import weights_in
 from pipespec.schedules.base import warn_of_speed
-from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler
+from pipespec.schedules.graphs.buffers import GraphKey, StageStep, StaticBuffers, StaticSampler, TextBuffers, versions
 from pipespec_kernels import _native
 from pipespec_kernels.scheduler import Rectangle
-from pipespec_kernels.state import StateBlock
+from pipespec_kernels.state import Action, StateBlock
 
 if TYPE_CHECKING:
     from pipespec.engine.fused import FusedForm
 
-_MAX_BUFFERS = 4
+MAX_BUFFERS = 4
 """Numbers of rows for which a stage keeps its static buffers, and their graphs, from call to call."""
 
 MAX_GRAPHED_COLUMNS = 1024
@@ -45,8 +45,6 @@ long as its launches take the host: 21 to 34 ms. Smaller models have more column
 GRAPH_WIDTHS = (64, 96, 128, 192, 256, 384, 512)
 """Columns of the graphs over a prompt. Of a prompt the last graph has padding: on average a ninth."""
 
-_versions = itertools.count()
-
 
 def graphed_columns(model: Any) -> int:
     """The maximum number of columns for a model: as many as take as much work as those of a model of 8B parameters, up to eight times as many."""
@@ -54,7 +52,76 @@ def graphed_columns(model: Any) -> int:
     return int(MAX_GRAPHED_COLUMNS * min(max(8e9 / max(parameters, 1), 1.0), 8.0))
 
 
-class GraphedStage(Stage):
+class StaticStage(ABC):
+    """A stage of captured steps, as their drivers see it.
+
+    Attributes:
+        block: The state block of the chain.
+        index: Place in the chain.
+    """
+
+    block: StateBlock
+    index: int
+
+    @property
+    def name(self) -> str:
+        return stage_names(self.block.target + 1)[self.index]
+
+    @property
+    def is_target(self) -> bool:
+        return self.index == self.block.target
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where its steps run."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> StaticBuffers | TextBuffers:
+        """The static buffers of the present call, since :meth:`prepare`."""
+
+    @abstractmethod
+    def all_buffers(self) -> Sequence[StaticBuffers | TextBuffers]:
+        """The static buffers for all numbers of rows."""
+
+    @abstractmethod
+    def prepare(self, inputs: StageInputs) -> StaticBuffers | TextBuffers:
+        """Set up the static buffers of a call, or reuse those of an earlier call that fit. :meth:`prefill` comes next."""
+
+    @abstractmethod
+    def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
+        """Start a call: read the prompts."""
+
+    def capture_prompts(self) -> None:  # noqa: B027
+        """Capture the graphs over prompts, where there are any. After :meth:`prepare`."""
+
+    @abstractmethod
+    def sync_lengths(self) -> None:
+        """Take over from the block what steps that :meth:`step` did not run have done. While no stage runs."""
+
+    @abstractmethod
+    def step(self, lookahead: int, max_draft_tokens: int) -> Action:
+        """Take a step that the host plans, in a call that needs it. See :meth:`pipespec.engine.stage.Stage.step`."""
+
+    @abstractmethod
+    def body(
+        self, tokens: Tensor, kv: Tensor, query_lens: Tensor, num_draft_tokens: Tensor, n_select: Tensor
+    ) -> Tensor:
+        """Run what lies between plan and commit of one step, without a wait for the device. The arguments are those of plan, and the result is that of commit,
+        int32 ``[rows, width]``."""
+
+    @abstractmethod
+    def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
+        """:meth:`body` of a step that the host plans, which waits for the device."""
+
+    def planned_on_host(self, planned: Rectangle | _native.StagePort) -> list[Tensor]:
+        """The arguments of :meth:`body` as the host has planned them, over the same memory."""
+        arrays = planned.tokens, planned.kv, planned.query_lens, planned.num_draft_tokens, planned.n_select
+        return [torch.from_numpy(array)[: self.buffers.rows] for array in arrays]
+
+
+class GraphedStage(Stage, StaticStage):
     """A stage with static buffers. The attention of its model must be ``"pipespec"``.
 
     It keeps one set of buffers for each of the last few numbers of rows. A cache of the caller is copied in. :meth:`step`
@@ -91,12 +158,9 @@ class GraphedStage(Stage):
         self._graphed_columns = graphed_columns(model)
 
     @property
-    def name(self) -> str:
-        return stage_names(self.block.target + 1)[self.index]
-
-    @property
-    def is_target(self) -> bool:
-        return self.index == self.block.target
+    def device(self) -> torch.device:
+        found: torch.device = self.model.device
+        return found
 
     @property
     def cache(self) -> RowCache:
@@ -149,14 +213,14 @@ class GraphedStage(Stage):
             del found
             cache = self._make_cache(rows, capacity)
             sampler = StaticSampler(rows, cache.device, self.is_target)
-            found = StaticBuffers(cache, sampler, next(_versions), weights, {}, {})
+            found = StaticBuffers(cache, sampler, next(versions), weights, {}, {})
         elif found.weights != weights:
             # The graphs read the old weights, or the tables of another form, or have other numbers of the modules.
-            found = found._replace(version=next(_versions), weights=weights, graphs={}, prompt_graphs={})
+            found = found._replace(version=next(versions), weights=weights, graphs={}, prompt_graphs={})
         self._buffers[rows] = self._current = found
         if form is not None:
             form.add_cache(found.cache)
-        while len(self._buffers) > _MAX_BUFFERS:
+        while len(self._buffers) > MAX_BUFFERS:
             del self._buffers[next(iter(self._buffers))]
         found.sampler.start(inputs)
         return found
@@ -335,11 +399,9 @@ class GraphedStage(Stage):
 
     def body_on_host(self, planned: Rectangle | _native.StagePort) -> Tensor:
         """:meth:`body` of a step that the host plans, which waits for the device: through a graph of its own if there is one."""
-        rows = self.buffers.cache.rows
-        arrays = planned.tokens, planned.kv, planned.query_lens, planned.num_draft_tokens, planned.n_select
-        given = [torch.from_numpy(array)[:rows] for array in arrays]
+        given = self.planned_on_host(planned)
         graph = self.buffers.graphs.get(self.key(given[0].shape[1]))
         if graph is not None:
             found: Tensor = graph(*given)
             return found
-        return self.body(*(tensor.to(self.model.device) for tensor in given)).cpu()
+        return self.body(*(tensor.to(self.device) for tensor in given)).cpu()
