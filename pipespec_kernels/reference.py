@@ -402,7 +402,7 @@ def _lg2(x: Tensor) -> Tensor:
     return exponent.float() + t * p
 
 
-# --- keys and values ---------------------------------------------------------------------------------------------------
+# --- a decoder layer ---------------------------------------------------------------------------------------------------
 
 
 def kv_append(
@@ -450,9 +450,6 @@ def verify_attention(
             visible &= at > length + column[:, None] - window
         out[row, :, :fed] = torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ values
     return out
-
-
-# --- between the matrix products of a layer ---------------------------------------------------------------------------
 
 
 def add_rms_norm(
@@ -527,9 +524,6 @@ def rope_append(
         found.append(torch.cat((turned.to(x.dtype), rest), -1))
     kv_append(found[1], values, k_cache, v_cache, lengths, n_new)
     return found[0].masked_fill(~fed[:, None, :, None], 0)
-
-
-# --- matrix products of a few rows -------------------------------------------------------------------------------------
 
 
 def linear_small(

@@ -240,13 +240,10 @@ class Pipeline(BasePipeline):
         in_turn = SpeculationConfig.of(drafts, schedule=LOCKSTEP.name, **options)
         joining = [row.spec_class()() for row in DRAFTS if row.joins]
         may_join = in_turn.controlled if drafts else options["lookahead"] is None
-        # Drafts are for the target's process, or for an order that only the controller gives them.
-        without_models = bool(drafts) and all(draft.inline for draft in drafts)
         schedule, captured, joins = default_schedule(
             [str(input_device(model)) for model in self.models],
             options["graphs"],
-            in_turn=without_models
-            or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts)),
+            in_turn=_run_in_turn(drafts),
             uncaptured=not _can_be_captured(self.models, drafts),
             whole=all(not_whole_reason(model) is None for model in self.models),
             coupled=options["acceptance"] == "coupled",
@@ -340,6 +337,12 @@ class Pipeline(BasePipeline):
                     "pass tokenizer= and draft_tokenizers=",
                 )
         return replace(report, decisions=(*self._notes, *(report.decisions or ())) or None)
+
+
+def _run_in_turn(drafts: Sequence[DraftSpec]) -> bool:
+    """Whether drafts are for the target's process, or for an order that only the controller gives them."""
+    without_models = bool(drafts) and all(draft.inline for draft in drafts)
+    return without_models or any(draft.reads_target or (i > 0 and not draft.verifies) for i, draft in enumerate(drafts))
 
 
 def _check_form(models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:

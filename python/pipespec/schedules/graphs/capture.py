@@ -206,7 +206,7 @@ class CaptureResources:
                     raise
 
         with ExitStack() as trackers:
-            running = {
+            running: dict[StaticStage, list[str]] = {
                 stage: trackers.enter_context(_running_modules(stage.model))
                 for stage in dict.fromkeys(stage for stage, _ in parts)
                 if named is None and isinstance(stage, GraphedStage)

@@ -93,7 +93,7 @@ class StaticStage(ABC):
     def prefill(self, inputs: StageInputs, record: ScoreRecord | None = None) -> None:
         """Start a call: read the prompts."""
 
-    def capture_prompts(self) -> None:  # noqa: B027
+    def capture_prompts(self) -> None:
         """Capture the graphs over prompts, where there are any. After :meth:`prepare`."""
 
     @abstractmethod
