@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import DynamicCache
 
 from pipespec import Pipeline
 from pipespec.cli.main import main
@@ -17,7 +18,8 @@ from pipespec_train import trainer
 from pipespec_train.heads import HeadStudent, head_for
 from pipespec_train.settings import TrainingSettings
 from pipespec_train.students import StudentBatch
-from pipespec_train.trainer import TrainingBatch, teacher_forward
+from pipespec_train.teacher import teacher_forward
+from pipespec_train.trainer import TrainingBatch
 from tests.conftest import DEVICE, VOCABULARY
 from tests.pipespec import heads
 
@@ -38,7 +40,7 @@ def batch_of(target, student, ids, valid) -> StudentBatch:
     ids, valid = ids.to(DEVICE), valid.to(DEVICE)
     teacher_output = teacher_forward(target, ids, student.anchors)
     logits = target.lm_head(teacher_output.last)[valid][:, student.columns]
-    return StudentBatch(ids, teacher_output.anchors, valid, logits)
+    return StudentBatch(ids, teacher_output.anchors, valid, logits, teacher_output.last)
 
 
 def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
@@ -68,23 +70,54 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
         assert next(found, None) is None
 
 
-def test_a_new_head_starts_from_the_target(target) -> None:
+def test_a_new_head_has_the_parts_of_the_target(target) -> None:
     head = head_for(target, [3, 5, 8])
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[[3, 5, 8]])
-    last, own = target.model.layers[-1], head.layers[0]
-    assert torch.equal(own.mlp.up_proj.weight, last.mlp.up_proj.weight)
-    assert torch.equal(own.self_attn.q_proj.weight[:, heads.HIDDEN :], last.self_attn.q_proj.weight)
-    assert own.self_attn.q_proj.weight[:, : heads.HIDDEN].abs().max() < 0.1
+    assert torch.equal(head.norm.weight, target.model.norm.weight)
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, target.model.layers[-1].mlp.up_proj.weight)
     with pytest.raises(ValueError, match=r"the new draft head reads the hidden states \[2, 9\]"):
         head_for(target, features=[2, 9])
     with pytest.raises(ValueError, match="at least one forward step"):
         HeadStudent(head, target, 0)
 
 
+def test_a_head_starts_as_the_best_linear_guess(target) -> None:
+    """Before the MLP each output is what least squares make of the slot's own inputs."""
+    student = HeadStudent(head_for(target), target, steps=2, is_new=True)
+    batches = [batch_of(target, student, b.ids, b.wanted) for b in map(batch, range(20))]
+    settings = TrainingSettings(steps=1)
+    before = student.figures(batches, settings)
+    student.start(batches)
+    after = student.figures(batches, settings)
+    assert after["held_out_loss"] < 0.7 * before["held_out_loss"]
+    head, given = student.module, batches[0]
+    states = head.fuse(given.anchors.flatten(-2)[:, :-1])
+    tokens = head.embed(given.ids[:, 1:])
+    positions = torch.arange(states.shape[1], device=DEVICE)[None]
+    future = torch.full((states.shape[1],) * 2, -torch.inf, device=DEVICE).triu(1)[None, None]
+    whole = head(tokens, states, positions, [future], DynamicCache())
+    alone = [
+        head(
+            tokens[:, [i]], states[:, [i]], positions[:, [i]], [torch.zeros(1, 1, 1, 1, device=DEVICE)], DynamicCache()
+        )
+        for i in range(4)
+    ]
+    # A slot has little weight for others, so that it does not matter whether it sees them.
+    difference = (whole[:, :4] - torch.cat(alone, 1)).norm() / torch.cat(alone, 1).norm()
+    assert difference < 0.2, difference
+
+
+def test_nothing_to_start_from(target) -> None:
+    student = HeadStudent(head_for(target), target, is_new=True)
+    given = batch(0)
+    with pytest.raises(ValueError, match="nothing to start from"):
+        student.start([batch_of(target, student, given.ids, torch.zeros_like(given.wanted))])
+
+
 def test_training_teaches_and_the_head_is_used(target, tmp_path) -> None:
     settings = TrainingSettings(steps=60, rate=3e-3, validate_every=30)
     held = [batch(1000)]
-    student = HeadStudent(head_for(target), target, steps=2)
+    student = HeadStudent(head_for(target), target, steps=2, is_new=True)
     before = student.figures([batch_of(target, student, held[0].ids, held[0].wanted)], settings)
     record = trainer.train(target, student, batch, settings, tmp_path, held_out=held)
     after = record["history"][-1]
