@@ -14,7 +14,7 @@ from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.engine.head import DraftHead, is_head
-from pipespec_train import trainer
+from pipespec_train import start, trainer
 from pipespec_train.heads import HeadStudent, head_for
 from pipespec_train.settings import TrainingSettings
 from pipespec_train.students import StudentBatch
@@ -81,8 +81,9 @@ def test_a_new_head_has_the_parts_of_the_target(target) -> None:
         HeadStudent(head, target, 0)
 
 
-def test_a_head_starts_as_the_best_linear_guess(target) -> None:
-    """Before the MLP each output is what least squares make of the slot's own inputs."""
+def test_a_head_starts_as_the_best_linear_guess(target, monkeypatch) -> None:
+    """Each output is what least squares make of the slot's own inputs. The four rotary frequencies of this small model tell slots apart by a sharper attention only."""
+    monkeypatch.setattr(start, "_SHARPNESS", 500.0)
     student = HeadStudent(head_for(target), target, steps=2, is_new=True)
     batches = [batch_of(target, student, b.ids, b.wanted) for b in map(batch, range(20))]
     settings = TrainingSettings(steps=1)
@@ -102,9 +103,8 @@ def test_a_head_starts_as_the_best_linear_guess(target) -> None:
         )
         for i in range(4)
     ]
-    # A slot has little weight for others, so that it does not matter whether it sees them.
     difference = (whole[:, :4] - torch.cat(alone, 1)).norm() / torch.cat(alone, 1).norm()
-    assert difference < 0.2, difference
+    assert difference < 0.1, difference
 
 
 def test_nothing_to_start_from(target) -> None:
