@@ -109,7 +109,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "head, n-gram": {"drafts": ["ngram", "head"]},
     **{f"{PACKED}, head x{n}": {"drafts": ["head"], "lookahead": n, "weights": {"draft 0": "q8_0"}} for n in (1, 2)},
     f"{PACKED}, head": {"drafts": ["head"], "weights": {"draft 0": "q8_0"}},
-    f"{PACKED}, head, n-gram": {"drafts": ["ngram", "head"], "weights": {"draft 1": "q8_0"}},
     "head in 8 bits x3": {"drafts": ["head"], "lookahead": 3, "weights": {"draft 0": "q8_0"}},
 }
 """Rows of ours: drafts, and options of the pipeline."""
