@@ -52,6 +52,7 @@ class KeptStates:
     """Runs the target as :func:`teacher_forward` does, but over each text only once: its states are kept in a file of a folder, with the target's choices.
 
     A token takes ``2 * (len(anchors) + 1) * H`` bytes of a target in 16 bits. Several targets and choices of anchors may share a folder.
+    A target is known by its path and dtype: after a change of its weights, take another folder.
 
     Args:
         target: whose states are kept.
