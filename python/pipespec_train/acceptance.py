@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.students import full_ids, simulate
-from pipespec_train.trainer import teacher_forward
+from pipespec_train.teacher import teacher_forward
 
 
 class Acceptance(NamedTuple):

@@ -51,6 +51,7 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("length", "N", int, 512, "maximum number of tokens of an example"),
         ("truncate", None, bool, False, "cut longer conversations instead of dropping them"),
         ("held-out", "PATH", str, [], "validate on these files", "+"),
+        ("keep-states", "FOLDER", Path, None, "keep the target's hidden states in files there, so that each text is read once"),
         ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
     ],
     "length of the run: one of": [
@@ -206,7 +207,12 @@ def run(args: argparse.Namespace) -> int:
     if args.epochs is not None:
         settings = TrainingSettings(**given | {"steps": batches.steps(args.epochs, args.accumulate, processes)})
     checks = [data.collate(held[at : at + args.batch]) for at in range(0, len(held), args.batch)][:_VALIDATION_BATCHES]
-    more: dict[str, Any] = {"held_out": checks, "resume": args.resume, "data": batches.digest()}
+    more: dict[str, Any] = {
+        "held_out": checks,
+        "resume": args.resume,
+        "data": batches.digest(),
+        "states": args.keep_states,
+    }
     try:
         record = train(model, student, batches.__getitem__, settings, args.out, **more)
     finally:
@@ -325,7 +331,7 @@ def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None)
     from pipespec_train.students import PipelineStudent
 
     if args.kind == "eagle3":
-        return HeadStudent(head_for(model, vocabulary, args.anchors), model, args.forward_steps)
+        return HeadStudent(head_for(model, vocabulary, args.anchors), model, args.forward_steps, is_new=True)
     ranges = _ranges(args, model.config)
     # By default drafting takes no longer than a stage (SPD, section 3.4).
     layers = max(1, min(end - begin for begin, end in ranges) - 1) if args.layers is None else args.layers

@@ -298,8 +298,10 @@ def split(
 
 
 def frequent_tokens(examples: Iterable[TrainingExample], size: int, always: Collection[int] = ()) -> list[int]:
-    """The ``size`` most frequent tokens to learn, ascending, with those of ``always`` among them. Of equal counts the lower id counts."""
-    counts = np.bincount(np.concatenate([example.ids[1:][example.wanted[:-1]] for example in examples]))
+    """The ``size`` most frequent tokens to learn, ascending, with those of ``always`` among them. Of equal counts the lower id counts, also among tokens that do
+    not occur: tokenizers number tokens by their frequency."""
+    found = np.concatenate([example.ids[1:][example.wanted[:-1]] for example in examples])
+    counts = np.bincount(found, minlength=size)
     order = np.argsort(-counts, kind="stable")
-    kept = list(dict.fromkeys([*always, *order[counts[order] > 0].tolist()]))
+    kept = list(dict.fromkeys([*always, *order.tolist()]))
     return sorted(kept[: max(size, len(set(always)))])

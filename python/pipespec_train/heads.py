@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from pipespec.engine.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec_train.settings import TrainingSettings
+from pipespec_train.start import fit_start
 from pipespec_train.students import Student, StudentBatch, loss_of
 
 STEPS = 4
@@ -24,18 +25,19 @@ _DECAY = 0.8
 """Weight of a forward step in the loss, relative to the one before: a later draft token counts only where those before it are accepted."""
 
 _SHARED = (
-    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters",
-    "max_position_embeddings", "vocab_size",
+    "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings",
+    "vocab_size",
 )  # fmt: skip
 
 
 def head_for(
     target: PreTrainedModel, vocabulary: Sequence[int] | None = None, features: Sequence[int] | None = None
 ) -> DraftHead:
-    """A new float32 head for a target with LLaMA's parts, with one layer of the target's sizes that starts from the target's last one.
+    """A new float32 head for a target with LLaMA's parts, with one layer of the target's sizes.
 
-    ``fc`` starts as the deepest of the hidden states with a little noise, and the logits as the target's, so that training begins with the target as it
-    would be without some of its layers.
+    Each of its attention heads has its own keys and values: what it knows of the token passes through the values. Each hidden state is normed in front of ``fc``. The
+    norm in front of the logits and the logits are the target's, the MLP is that of the target's last layer, and the other matrices are noise until
+    :func:`pipespec_train.start.fit_start` or training changes them.
 
     Args:
         vocabulary: ids that the head drafts, ascending; None: all.
@@ -48,12 +50,13 @@ def head_for(
     block = AutoConfig.for_model(
         "qwen3" if given.model_type.startswith("qwen3") else "llama",
         **{name: value for name in _SHARED if (value := getattr(given, name, None)) is not None},
+        num_key_value_heads=given.num_attention_heads,
         num_hidden_layers=1,
         tie_word_embeddings=False,
         attention_bias=False,
     )
     count = given.vocab_size if vocabulary is None else len(vocabulary)
-    sizes: dict[str, Any] = {"draft_vocabulary": count, "target_hidden": given.hidden_size}
+    sizes: dict[str, Any] = {"draft_vocabulary": count, "target_hidden": given.hidden_size, "fc_norm": True}
     own = None if features is None else tuple(features)
     config = HeadConfig(block=block, features=own, where="the new draft head", **sizes)
     config = replace(config, features=config.layers_of(given.num_hidden_layers))
@@ -64,34 +67,32 @@ def head_for(
         head.ids = torch.tensor(vocabulary)
     base: Any = target.base_model
     with torch.no_grad():
-        generator, hidden = torch.Generator().manual_seed(0), given.hidden_size
-        for matrix in (head.fc.weight, *(getattr(head.layers[0].self_attn, f"{n}_proj").weight for n in "qkv")):
-            matrix.normal_(std=0.002, generator=generator)
-        head.fc.weight[:, -hidden:] += torch.eye(hidden)
+        generator = torch.Generator().manual_seed(0)
+        attention: Any = head.layers[0].self_attn
+        for matrix in (head.fc.weight, *(getattr(attention, f"{n}_proj").weight for n in "qkvo")):
+            matrix.normal_(std=0.01, generator=generator)
         head.norm.load_state_dict(base.norm.state_dict())
         head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.ids.to(target.device)])
         theirs, own = base.layers[-1].state_dict(), head.layers[0].state_dict()
         for name, value in theirs.items():
-            if name not in own:
-                continue  # a bias
-            into = own[name]
-            (into if into.shape == value.shape else into[:, -hidden:]).copy_(value)
-        head.layers[0].hidden_norm.weight.copy_(theirs["input_layernorm.weight"])
+            if name.startswith("mlp.") and name in own:
+                own[name].copy_(value)
     return head.to(target.device)
 
 
 class HeadStudent(Student):
     """A float32 draft head and the target that it reads.
 
-    A batch has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does.
+    A batch has ``steps`` forward steps. Step ``j`` reads the outputs of step ``j - 1``, as the ``j``-th draft token of a round does. ``is_new``: the head is of
+    :func:`head_for`, and training begins with :func:`pipespec_train.start.fit_start`.
     """
 
-    def __init__(self, head: DraftHead, target: PreTrainedModel, steps: int = STEPS) -> None:
+    def __init__(self, head: DraftHead, target: PreTrainedModel, steps: int = STEPS, is_new: bool = False) -> None:
         if steps < 1:
             raise ValueError(f"a batch has at least one forward step, not {steps}")
         self.module, self.head, self.columns = head, head.lm_head, head.ids
         self.anchors = head.config.layers_of(text_config(target.config).num_hidden_layers)
-        self._target, self._steps = target, steps
+        self._target, self._steps, self._is_new = target, steps, is_new
 
     def simulate(self, batch: StudentBatch) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Per forward step the head's logits at the positions to learn, and the target's, both ``[N_j, Vd]``.
@@ -127,6 +128,10 @@ class HeadStudent(Student):
         """Each forward step; a further one stands after the target's own tokens."""
         for i, (logits, teacher_logits) in enumerate(self.simulate(batch)):
             yield f"agreement_{i + 1}" if i else "agreement", logits, teacher_logits
+
+    def start(self, batches: Iterable[StudentBatch]) -> None:
+        if self._is_new:
+            fit_start(self.module, self._target, batches)
 
     def identity(self) -> str:
         record = self.module.config.to_json("", [], self._steps)

@@ -28,12 +28,14 @@ class StudentBatch(NamedTuple):
         anchors: ``[B, S, k, H]``, of the target.
         valid: bool ``[B, S]``, the positions to learn.
         teacher_logits: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
+        last: ``[B, S, H]``, the target's last hidden states after its norm.
     """
 
     ids: torch.Tensor
     anchors: torch.Tensor
     valid: torch.Tensor
     teacher_logits: torch.Tensor
+    last: torch.Tensor
 
 
 class Student(abc.ABC):
@@ -58,6 +60,9 @@ class Student(abc.ABC):
     @abc.abstractmethod
     def cases(self, batch: StudentBatch) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """What is validated: the name of a figure, logits, and the target's logits there. One case has the name ``agreement``."""
+
+    def start(self, batches: Iterable[StudentBatch]) -> None:
+        """Give the draft its initial state, from as many batches as that takes. By default it has it already."""
 
     @abc.abstractmethod
     def identity(self) -> str:

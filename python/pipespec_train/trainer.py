@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from pipespec.process.progress import readable_time, say
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
 from pipespec_train.students import PipelineStudent, Student, StudentBatch, autocast
+from pipespec_train.teacher import KeptStates, TeacherOutput, teacher_forward
 
 CHECKPOINT, RECORD = "training.pt", "training.json"
 SAY_EVERY_S = 30.0
@@ -30,17 +32,8 @@ SAY_EVERY_S = 30.0
 _EMPTY_STEPS = 50
 """Consecutive steps without a token to learn after which training ends with an error."""
 
-
-class TeacherOutput(NamedTuple):
-    """The target's forward over a batch.
-
-    Attributes:
-        anchors: ``[B, S, k, H]``.
-        last: ``[B, S, H]``, the last residual stream after the final norm, which is the input of the head.
-    """
-
-    anchors: torch.Tensor
-    last: torch.Tensor
+_START_BATCHES = 200
+"""Batches that an initial state may read."""
 
 
 class TrainingBatch(NamedTuple):
@@ -57,28 +50,6 @@ class TrainingBatch(NamedTuple):
     tokens: int | None = None
 
 
-# ---- teacher
-
-
-@torch.no_grad()
-def teacher_forward(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> TeacherOutput:
-    """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``."""
-    found: dict[int, torch.Tensor] = {}
-
-    def keep(index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
-        found[index] = args[0] if args else kwargs["hidden_states"]
-
-    # Each stream is the input of the module after it.
-    readers = [*target.base_model.layers, target.base_model.norm]
-    handles = [readers[k].register_forward_pre_hook(partial(keep, k), with_kwargs=True) for k in anchors]
-    try:
-        last = target.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    finally:
-        for handle in handles:
-            handle.remove()
-    return TeacherOutput(torch.stack([found[k] for k in anchors], dim=2), last)
-
-
 # ---- the run
 
 
@@ -93,6 +64,7 @@ def train(
     extra: Callable[[Any], dict[str, float]] | None = None,
     resume: bool = False,
     data: str = "",
+    states: Path | None = None,
 ) -> dict[str, Any]:
     """Train ``module`` and write module, checkpoint and record to ``folder``.
 
@@ -110,6 +82,7 @@ def train(
         extra: Returns further figures at each validation.
         resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step, position in the data, and time.
         data: Digest of the data. A checkpoint of other data is refused.
+        states: Folder in which the target's hidden states are kept, so that no text is read twice.
 
     Returns:
         The record: steps, tokens, seconds, settings, and the figures of each validation.
@@ -120,8 +93,12 @@ def train(
         RuntimeError: The loss is not finite.
     """
     run = _Run(target, PipelineStudent(module) if isinstance(module, DraftModule) else module, settings, folder, data)
+    if states is not None:
+        run.teacher = KeptStates(target, run.student.anchors, states)
     if resume:
         run.resume()
+    else:
+        run.start(batch)
     return run.run(batch, held_out, extra)
 
 
@@ -150,6 +127,9 @@ class _Run:
             )
         self.optimizers = _optimizers(student, settings)
         self.columns = student.columns.to(self.device)
+        self.teacher: Callable[[torch.Tensor], TeacherOutput] = partial(
+            teacher_forward, target, anchors=student.anchors
+        )
         self.step = self.tokens = self.position = 0
         self.rate, self.mean = settings.rate, math.nan
         self.history: list[dict[str, Any]] = []
@@ -166,6 +146,8 @@ class _Run:
         """Train to the end, and return the record."""
         settings = self.settings
         self.module.train()
+        if self.step == 0 and held_out:
+            self._validate(held_out, extra)
         began_at, said = self.fraction(), self.elapsed
         while (done := self.fraction()) < 1:
             self._step(done, batch)
@@ -206,15 +188,27 @@ class _Run:
     def _so_far(self) -> str:
         return f"step {self.step}, {self.tokens:,} tokens, {readable_time(self.elapsed)}"
 
+    def start(self, batch: Callable[[int], TrainingBatch]) -> None:
+        """Give what is trained its initial state."""
+        self.student.start(self._student_batch(batch(number)) for number in range(_START_BATCHES))
+
     def _student_batch(self, which: TrainingBatch) -> StudentBatch:
         """Both heads compute no position but those to learn: for a large vocabulary they are the larger part of a step and of its memory."""
         valid, ids = which.wanted.to(self.device), which.ids.to(self.device)
+        head: Any = self.target.get_output_embeddings()
         with torch.no_grad(), autocast(self.device, self.settings.amp):
-            anchors, last = teacher_forward(self.target, ids, self.student.anchors)
-            logits = self.target.get_output_embeddings()(last.to(self.device)[valid].to(self.target.dtype))
-        trained = torch.isin(logits.argmax(-1), self.columns)
+            anchors, last, choices = self.teacher(ids)
+            wanted = last.to(self.device)[valid].to(self.target.dtype)
+            if choices is None or type(head) is not nn.Linear:
+                logits = head(wanted)
+                trained = torch.isin(logits.argmax(-1), self.columns)
+                logits = logits[trained][:, self.columns]
+            else:
+                trained = torch.isin(choices[valid], self.columns)
+                bias = None if head.bias is None else head.bias[self.columns]
+                logits = F.linear(wanted[trained], head.weight[self.columns], bias)
         valid = valid.masked_scatter(valid, trained)
-        return StudentBatch(ids, anchors.to(self.device, self.weight.dtype), valid, logits[trained][:, self.columns])
+        return StudentBatch(ids, anchors.to(self.device, self.weight.dtype), valid, logits, last)
 
     def _step(self, done: float, batch: Callable[[int], TrainingBatch]) -> None:
         """One step of the optimizers, after ``done`` of the run."""
@@ -269,7 +263,7 @@ class _Run:
         if self.rank:
             return
         figures: dict[str, Any] = {"step": self.step, "tokens": self.tokens, "seconds": self.elapsed}
-        figures |= {"rate": self.rate, "loss": self.mean}
+        figures |= {"rate": self.rate} | ({"loss": self.mean} if self.step else {})
         self.module.eval()
         if held_out:
             figures |= self.student.figures(map(self._student_batch, held_out), self.settings)

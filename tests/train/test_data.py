@@ -206,4 +206,6 @@ def test_frequent_tokens() -> None:
     )  # the 2 and the 5 are not to be trained
     assert data.frequent_tokens([example], 2) == [4, 7]
     assert data.frequent_tokens([example], 2, always=[1]) == [1, 4]
-    assert data.frequent_tokens([example], 10) == [4, 7]
+    # Tokens that do not occur follow, in the order of their ids.
+    assert data.frequent_tokens([example], 3) == [0, 4, 7]
+    assert data.frequent_tokens([example], 10) == list(range(10))

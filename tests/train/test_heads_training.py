@@ -13,11 +13,12 @@ from pipespec import Pipeline
 from pipespec.cli.main import main
 from pipespec.demo import family_path
 from pipespec.engine.head import DraftHead, is_head
-from pipespec_train import trainer
+from pipespec_train import start, trainer
 from pipespec_train.heads import HeadStudent, head_for
 from pipespec_train.settings import TrainingSettings
 from pipespec_train.students import StudentBatch
-from pipespec_train.trainer import TrainingBatch, teacher_forward
+from pipespec_train.teacher import teacher_forward
+from pipespec_train.trainer import TrainingBatch
 from tests.conftest import DEVICE, VOCABULARY
 from tests.pipespec import heads
 
@@ -38,7 +39,7 @@ def batch_of(target, student, ids, valid) -> StudentBatch:
     ids, valid = ids.to(DEVICE), valid.to(DEVICE)
     teacher_output = teacher_forward(target, ids, student.anchors)
     logits = target.lm_head(teacher_output.last)[valid][:, student.columns]
-    return StudentBatch(ids, teacher_output.anchors, valid, logits)
+    return StudentBatch(ids, teacher_output.anchors, valid, logits, teacher_output.last)
 
 
 def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
@@ -68,23 +69,55 @@ def test_the_steps_of_a_lesson_are_those_of_decoding(target, tmp_path) -> None:
         assert next(found, None) is None
 
 
-def test_a_new_head_starts_from_the_target(target) -> None:
+def test_a_new_head_has_the_parts_of_the_target(target) -> None:
     head = head_for(target, [3, 5, 8])
     assert torch.equal(head.lm_head.weight, target.lm_head.weight[[3, 5, 8]])
-    last, own = target.model.layers[-1], head.layers[0]
-    assert torch.equal(own.mlp.up_proj.weight, last.mlp.up_proj.weight)
-    assert torch.equal(own.self_attn.q_proj.weight[:, heads.HIDDEN :], last.self_attn.q_proj.weight)
-    assert own.self_attn.q_proj.weight[:, : heads.HIDDEN].abs().max() < 0.1
+    assert torch.equal(head.norm.weight, target.model.norm.weight)
+    assert torch.equal(head.layers[0].mlp.up_proj.weight, target.model.layers[-1].mlp.up_proj.weight)
     with pytest.raises(ValueError, match=r"the new draft head reads the hidden states \[2, 9\]"):
         head_for(target, features=[2, 9])
     with pytest.raises(ValueError, match="at least one forward step"):
         HeadStudent(head, target, 0)
 
 
+def test_a_head_starts_from_what_the_target_says(target) -> None:
+    student = HeadStudent(head_for(target), target, steps=2, is_new=True)
+    batches = [batch_of(target, student, b.ids, b.wanted) for b in map(batch, range(20))]
+    settings = TrainingSettings(steps=1)
+    before = student.figures(batches, settings)
+    student.start(batches)
+    after = student.figures(batches, settings)
+    assert after["held_out_loss"] < 0.7 * before["held_out_loss"]
+
+
+def test_attention_starts_as_a_product_with_the_own_slot(target, monkeypatch) -> None:
+    """The few rotary frequencies of this small model tell slots apart only where attention is sharp."""
+    monkeypatch.setattr(start, "_SHARPNESS", 500.0)
+    head, generator = head_for(target), torch.Generator().manual_seed(0)
+    inputs = torch.randn(500, 2 * heads.HIDDEN, generator=generator)
+    inputs[:, 0] = 1.0  # something that all slots have
+    wanted = torch.randn(2 * heads.HIDDEN, 4, generator=generator) @ torch.randn(4, heads.HIDDEN, generator=generator)
+    inputs, wanted = inputs.to(DEVICE), wanted.to(DEVICE)
+    with torch.no_grad():
+        start._attend_to_itself(head, inputs, wanted)
+        given = inputs[None, :12]
+        rope = head.rotary_emb(given, position_ids=torch.arange(12, device=DEVICE)[None])
+        future = torch.full((12, 12), -torch.inf, device=DEVICE).triu(1)[None, None]
+        found, _ = head.layers[0].self_attn(hidden_states=given, attention_mask=future, position_embeddings=rope)
+    assert (found - given @ wanted).norm() < 0.1 * (given @ wanted).norm()
+
+
+def test_nothing_to_start_from(target) -> None:
+    student = HeadStudent(head_for(target), target, is_new=True)
+    given = batch(0)
+    with pytest.raises(ValueError, match="nothing to start from"):
+        student.start([batch_of(target, student, given.ids, torch.zeros_like(given.wanted))])
+
+
 def test_training_teaches_and_the_head_is_used(target, tmp_path) -> None:
     settings = TrainingSettings(steps=60, rate=3e-3, validate_every=30)
     held = [batch(1000)]
-    student = HeadStudent(head_for(target), target, steps=2)
+    student = HeadStudent(head_for(target), target, steps=2, is_new=True)
     before = student.figures([batch_of(target, student, held[0].ids, held[0].wanted)], settings)
     record = trainer.train(target, student, batch, settings, tmp_path, held_out=held)
     after = record["history"][-1]
