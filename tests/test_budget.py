@@ -23,7 +23,7 @@ FOLDERS = {
     "pipespec_kernels": 11_980,
     "python/pipespec": 32_470,
     "python/pipespec_spd": 3_215,
-    "python/pipespec_train": 2_050,
+    "python/pipespec_train": 2_280,
     "bench": 10_280,
     "tools": 250,
     "tests": 55_400,
