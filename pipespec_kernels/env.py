@@ -46,8 +46,8 @@ def collect_env() -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """The user's folder of files that can be made again: ``$XDG_CACHE_HOME/pipespec`` or ``~/.cache/pipespec``. It may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pipespec"
+    """The user's folder of files that can be made again: ``$XDG_CACHE_HOME/pipespec`` or ``~/.cache/pipespec``. It may not exist yet, or be no folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pipespec"
 
 
 MIN_CAPABILITY = 80

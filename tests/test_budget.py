@@ -21,7 +21,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 15_730,
     "pipespec_kernels": 11_980,
-    "python/pipespec": 32_470,
+    "python/pipespec": 32_520,
     "python/pipespec_spd": 3_215,
     "python/pipespec_train": 2_280,
     "bench": 10_280,

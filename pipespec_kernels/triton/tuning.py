@@ -120,7 +120,7 @@ class Tuner:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             if not isinstance(content["tiles"], dict) or content["facts"] != self._facts:
                 raise ValueError("it is of another GPU, triton or pipespec")
-        except (FileNotFoundError, PermissionError):
+        except OSError:  # there is none, or none can be read
             return {}, None
         except (ValueError, KeyError, TypeError) as error:
             return {}, error

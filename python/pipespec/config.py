@@ -138,8 +138,8 @@ class SpeculationConfig:
         Args:
             drafts: The spec of each draft. With none, every schedule is plain decoding.
             lookahead: One integer for all drafts, or one per draft, each at least 1. Default: ``controlled`` in lockstep where that is possible, also in
-                captured rounds of one draft, with 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
-                inline drafts are the last ones.
+                captured rounds of at most one draft with a model, with 4 for drafts of drafts; otherwise 4 in lockstep, 8 in other schedules, or the default of the kind of draft. Under the controller the
+                inline drafts are the last ones, in captured rounds behind a draft head.
             graphs: Default: only in schedules whose steps are all captured.
             **options: Other fields of the class. Those of drafts have no effect without drafts.
 
@@ -149,6 +149,8 @@ class SpeculationConfig:
         """
         if graphs is not None:
             _require_bool("graphs", graphs)
+        if options.get("prefix_cache") == 0:
+            drafts = [draft.without_history() for draft in drafts]
         config = cls(schedule=schedule, drafts=tuple(drafts), graphs=bool(graphs), **options)
         row = config.schedule_row
         config = replace(config, graphs=config.graphs or row.is_captured)
@@ -160,7 +162,10 @@ class SpeculationConfig:
             if config.is_controllable:
                 config = replace(config, controlled=True, drafts=tuple(sorted(drafts, key=lambda draft: draft.inline)))
             elif config.has_round_lengths:
-                config = replace(config, controlled=True)
+                # A head verifies no draft tokens of an index: it comes first.
+                is_last = any(not draft.verifies for draft in drafts if not draft.inline)
+                ordered = sorted(drafts, key=lambda draft: draft.inline and is_last)
+                config = replace(config, controlled=True, drafts=tuple(ordered))
             lookahead = [row.lookahead if draft.lookahead is None else draft.lookahead for draft in config.drafts]
         per_draft = tuple(lookahead) if isinstance(lookahead, Sequence) else (lookahead,) * len(drafts)
         if any(_is_integer(n) and n < 1 for n in per_draft):
@@ -170,6 +175,12 @@ class SpeculationConfig:
             raise ValueError(f"lookahead: one per draft, {len(drafts)}, not {len(config.lookahead)}")
         config._check_order()
         return config
+
+    @property
+    def own_text(self) -> str | None:
+        """The option that gives a text which no other form of the models has; None: there is none."""
+        kept = None if self.kv_dtype is None else f"kv_dtype={self.kv_dtype!r}"
+        return "exact=True" if self.exact else kept
 
     @property
     def is_controllable(self) -> bool:

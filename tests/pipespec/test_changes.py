@@ -433,6 +433,22 @@ def test_a_row_of_a_large_embedding_changes_between_calls(dtype):
     assert not torch.equal(before, wanted)
 
 
+@pytest.mark.filterwarnings("ignore::pipespec.StaleText")
+def test_a_row_of_an_embedding_that_is_not_contiguous():
+    """The native code has a copy of it, so that rows which no text has read count, too."""
+    model, prompt = random_llama(3, hidden=256, vocabulary=8192), torch.arange(3000, 3060)[None]
+    wide = torch.zeros((8192, 512))
+    wide[:, :256] = model.model.embed_tokens.weight.detach()
+    model.model.embed_tokens.weight = nn.Parameter(wide[:, :256], requires_grad=False)
+    with Pipeline(model, schedule="plain") as pipe:
+        pipe.generate(prompt + 100, **GREEDY)
+        assert pipe.report.stages[-1].forward == "native"
+        model.model.embed_tokens.weight.data[3050] *= -3
+        for _ in range(2):
+            found = pipe.generate(prompt, **GREEDY)
+    assert torch.equal(found, bare(model, prompt))
+
+
 @pytest.mark.parametrize("schedule", ["lockstep", "workers"])
 def test_a_draft_is_trained_after_calls_in_inference_mode(schedule):
     target = random_llama(3)

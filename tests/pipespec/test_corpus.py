@@ -103,6 +103,11 @@ def test_ids_are_kept_by_text_and_tokenizer(tmp_path, cache, monkeypatch):
     assert np.array_equal(corpus_ids(text, folder), ids)
     assert not reads
     # A file that was cut is made again.
+    assert file.stat().st_mode & 0o077 == 0
+    for content in (file.read_bytes()[:-5], b"PK\3\4garbage"):
+        file.write_bytes(content)
+        assert np.array_equal(corpus_ids(text, folder), ids)
+    reads.clear()
     file.write_bytes(file.read_bytes()[:-5])
     assert np.array_equal(corpus_ids(text, folder), ids)
     assert len(reads) == 1
@@ -127,6 +132,23 @@ def test_nothing_can_be_kept(tmp_path, monkeypatch):
         ids = ids_of_answers(FOLDER, 10**6)
         assert ids is not None
         assert len(ids) > 50_000
+
+
+def test_a_damaged_corpus(tmp_path):
+    text = tmp_path / "text.gz"
+    for content in (gzip.compress(b"return values")[:-9], b"return values"):
+        text.write_bytes(content)
+        with pytest.raises(ValueError, match=r"text\.gz is not a whole gzip file"):
+            corpus_ids(text, FOLDER)
+
+
+def test_nothing_is_kept_with_the_prefixes():
+    with Pipeline(FOLDER, prefix_cache=0) as pipe:
+        assert index_of(pipe).history == 0
+    with Pipeline(FOLDER, "ngram", prefix_cache=0) as pipe:
+        assert index_of(pipe).history == 0
+    with Pipeline(FOLDER) as pipe:
+        assert index_of(pipe).history > 0
 
 
 def test_a_damaged_tokenizer_is_no_matter_of_the_default(tmp_path):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
-from pipespec import NgramDraft, Pipeline, trust
+from pipespec import NgramDraft, Pipeline, attach, trust
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
@@ -212,6 +212,18 @@ def test_keys_in_8_bits_without_captured_steps():
         Pipeline(model, kv_dtype="float8_e4m3fn")
     with pytest.raises(ValueError, match=r"kv_dtype='int8' is not one of 'float8_e4m3fn'"):
         Pipeline(model, kv_dtype="int8")
+    with pytest.raises(ValueError, match=r"attach\(\): with kv_dtype='float8_e4m3fn' the text differs"):
+        attach(model, kv_dtype="float8_e4m3fn")
+
+
+def test_keys_in_8_bits_have_a_text_of_their_own(gpu):
+    """No call is left to transformers' own loop."""
+    model, ids = random_llama(7), random_prompts(1, seed=5, shortest=6)[0][None]
+    with gpu.watching(), Pipeline(model, kv_dtype="float8_e4m3fn", **HOW["plain"]) as pipe:
+        pipe.generate(ids, max_new_tokens=4, do_sample=False)
+        with model.model.layers[0].mlp.register_forward_hook(lambda *given: given[-1] * 2):
+            with pytest.raises(ValueError, match=r"kv_dtype='float8_e4m3fn': .* own loop has other bits"):
+                pipe.generate(ids, max_new_tokens=4, do_sample=False)
 
 
 NODES = {"qkv_append": 1, "verify_attention": 1, "linear_small": 3}

@@ -131,13 +131,13 @@ def attach(
         drafts: As for :class:`pipespec.Pipeline`, smallest first. Without any, an n-gram index drafts where that pays.
         unsupported: The treatment of a call that a pipeline cannot run (beam search, for example). ``"plain"``: transformers decodes it, and a
             :class:`pipespec.SpeedWarning` names the argument, once. ``"raise"``: it is refused by name, as by :meth:`pipespec.Pipeline.generate`.
-        **options: As for :class:`pipespec.Pipeline`, except ``weights``: the text of other weights is another one.
+        **options: As for :class:`pipespec.Pipeline`, except ``weights`` and ``kv_dtype``, whose text is another one.
 
     Returns:
         The pipeline, whose ``report`` describes the last call.
 
     Raises:
-        ValueError: The model is attached already, the models cannot form a chain, ``unsupported`` is neither, or ``weights`` is given.
+        ValueError: The model is attached already, the models cannot form a chain, ``unsupported`` is neither, or ``weights`` or ``kv_dtype`` is given.
         TypeError: As for :class:`pipespec.Pipeline`.
     """
     model = without_wrapper(model)
@@ -149,6 +149,11 @@ def attach(
         raise ValueError(
             f"attach(): weights={options['weights']!r} makes another model, whose text differs from model.generate(): use "
             f"pipespec.Pipeline(model, weights={options['weights']!r})"
+        )
+    if options.get("kv_dtype") is not None:
+        raise ValueError(
+            f"attach(): with kv_dtype={options['kv_dtype']!r} the text differs from model.generate(): use "
+            f"pipespec.Pipeline(model, kv_dtype={options['kv_dtype']!r})"
         )
     pipeline = Pipeline(model, drafts, **options)
     before = vars(model).get("generate")

@@ -82,8 +82,8 @@ class Pipeline(BasePipeline):
             (``device_map``).
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
         trust_remote_code: Allow the Python code in a model's folder to run.
-        native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after its logits agreed with transformers' on probes, in float32 within
-            1e-5 of their range; ``report.stages[i].forward`` says which forward ran. Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
+        native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after a comparison with its own layers on probes, in float32 within
+            1e-5 of their range, of deep models at the begin, in the middle and at the end; ``report.stages[i].forward`` says which forward ran. Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one in its folder.
         draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as an entry: the tokenizer in the draft's folder, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the
@@ -288,7 +288,7 @@ class Pipeline(BasePipeline):
             super()._check_memory(request)
         except DoesNotFit as error:
             # Growing caches have other addresses, and the exact form has other bits than the modules.
-            if self.config.exact or not isinstance(driver, Driver) or not driver.has_static_caches:
+            if self.config.own_text or not isinstance(driver, Driver) or not driver.has_static_caches:
                 raise
             driver.close()
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))
@@ -300,15 +300,15 @@ class Pipeline(BasePipeline):
 
     def _must_run(self, options: CallOptions) -> bool:
         # transformers' own loop has other bits.
-        return self.config.exact or super()._must_run(options)
+        return self.config.own_text is not None or super()._must_run(options)
 
     def _check_known(self) -> None:
         try:
             super()._check_known()
         except NotKnown as error:
-            if not self.config.exact:
+            if (option := self.config.own_text) is None:
                 raise
-            failed = ValueError(f"exact=True: {error}; transformers' own loop has other bits")
+            failed = ValueError(f"{option}: {error}; transformers' own loop has other bits")
             mark_final(failed)
             raise failed from error
 
@@ -368,19 +368,19 @@ def _make_driver_or_fallback(models: Sequence[PreTrainedModel], config: Speculat
         return make_driver(models, config)
     except NotCapturable as error:
         reason = str(error)
-        if config.exact:
+        if config.own_text is not None:
             # The steps that run instead have other bits.
-            raise ValueError(f"exact=True: {reason}; pass graphs=False or exact=False") from error
-    kept = "" if config.kv_dtype is None else f", and kv_dtype={config.kv_dtype!r} has no effect"
+            instead = "pass graphs=False or exact=False" if config.exact else "leave the option out"
+            raise ValueError(f"{config.own_text}: {reason}; {instead}") from error
     if config.schedule_row.is_captured:
         try:
             driver = make_driver(models, replace(_eager(config), schedule=WORKERS.name))
-            warn_of_speed(f"{reason}; schedule={WORKERS.name!r} is used instead{kept}")
+            warn_of_speed(f"{reason}; schedule={WORKERS.name!r} is used instead")
             return driver
         except (ValueError, RuntimeError) as error:
             raise_handlers_error()
             reason = f"{reason}; worker processes cannot be used either ({error})"
-    warn_of_speed(f"{reason}; the steps run one by one, in lockstep, without graphs{kept}")
+    warn_of_speed(f"{reason}; the steps run one by one, in lockstep, without graphs")
     return make_driver(models, _eager(config))
 
 

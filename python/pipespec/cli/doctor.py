@@ -87,7 +87,7 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
         from pipespec.models.gguf import GgufFile
         from pipespec.models.gguf_config import architecture_of
         from pipespec.models.gguf_tokenizer import end_ids
-        from pipespec.models.integrity import digests, not_finite
+        from pipespec.models.integrity import digests, not_finite, not_read
         from pipespec.models.layout import CacheLayout, UnsupportedLayers
         from pipespec.models.loading import is_gguf, load_config, load_model, model_path, stored_bytes
         from pipespec.models.tokenizers import load_tokenizer
@@ -102,7 +102,8 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
         with working("reading the weights"):
             broken = not_finite(path)
             facts["SHA-256"] = ", ".join(f"{name} {digest}" for name, digest in digests(path).items())
-        facts["values"] = "all weights are finite"
+        left = ", ".join(f"{count} {kind}" for kind, count in not_read(path).items())
+        facts["values"] = "all weights are finite" + (f"; of these tensors no values were read: {left}" if left else "")
     with working("reading what the files say"):
         if is_gguf(path):
             file = GgufFile.open(path)

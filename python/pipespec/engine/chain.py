@@ -81,6 +81,10 @@ class DraftSpec:
         """Fit a loaded model to the target that runs. Returns it and its weight format, after ``weights``. None: as it is."""
         return model, None
 
+    def without_history(self) -> DraftSpec:
+        """Return this draft such that it keeps nothing of a call for later ones."""
+        return self
+
     def for_target(self, given: Any, target: PreTrainedModel) -> DraftSpec:
         """This draft with what it takes from the target's files. ``given``: the target as the user passed it."""
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import zlib
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,23 +48,25 @@ def corpus_ids(text: Path, source: str | Path) -> np.ndarray:
 
     Raises:
         FileNotFoundError: there is no such text, or no tokenizer.
-        ValueError: the text is not UTF-8.
+        ValueError: the text is not UTF-8, or the file is damaged.
     """
     written, file = _read(text), tokenizer_file(source)
     kept = None if file is None else cache_folder() / f"corpus-{_digest(written, file)}.npy"
     if kept is not None:
-        with suppress(OSError, ValueError, EOFError):
+        # What is there and no array of ids is written again, whatever numpy says of it.
+        with suppress(Exception):
             ids: np.ndarray = np.load(kept, allow_pickle=False)
-            if ids.dtype == np.int32 and ids.ndim == 1:
+            if ids.dtype == np.int32 and ids.ndim == 1 and len(ids) and int(ids.min()) >= 0:
                 return ids
     ids = np.array(_encoded(written, text, source), dtype=np.int32)
     if kept is not None:
         # Where nothing can be kept, each process encodes the text.
         with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             buffer = io.BytesIO()
             np.save(buffer, ids, allow_pickle=False)
             replace(kept, buffer.getvalue())
+            kept.chmod(0o600)  # a corpus may be private
     return ids
 
 
@@ -73,6 +76,8 @@ def _read(file: Path) -> str:
         return (gzip.decompress(data) if file.suffix == ".gz" else data).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the corpus {file} is not UTF-8 text") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"the corpus {file} is not a whole gzip file: {error}") from error
     except ValueError as error:  # a NUL in the name
         raise ValueError(f"the corpus {str(file)!r} is no path: {error}") from error
 

@@ -234,7 +234,7 @@ class NativeForm(PartsForm):
         weights = [
             weight
             # Of an embedding few rows are read, unless it is the head, too.
-            for weight in self.parts._replace(embed=None).parameters()
+            for weight in self.parts._replace(embed=None, per_layer=None).parameters()
             # The form may have copies of float32 matrices.
             if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not self.nbytes)
         ]
@@ -256,6 +256,8 @@ class NativeForm(PartsForm):
         with self._moving.attempt() as is_held:
             while is_held and self._small_pages and self._time_to_move > 0:
                 began, part = time.perf_counter(), self._small_pages.pop()
+                if host_memory()[0] > 0 and host_memory()[1] < 4 * MOVED:
+                    break  # another model, or another process, has taken the memory
                 self._room_to_move -= use_huge_pages([part], self._room_to_move, torch.get_num_threads())
                 self._time_to_move -= time.perf_counter() - began
 
@@ -429,7 +431,8 @@ def _samples_of(parts: ModelParts) -> list[ModelParts]:
 def _table_of(parts: ModelParts) -> torch.Tensor | None:
     """The embedding's weights where forwards read some of its rows alone."""
     weight = None if parts.embed is None else parts.embed._parameters.get("weight")
-    if weight is None or weight.device.type != "cpu" or weight.nbytes < TABLE or weight.stride(1) != 1:
+    # The decoder copies what is not contiguous, and a copy is compared as a whole.
+    if weight is None or weight.device.type != "cpu" or weight.nbytes < TABLE or not weight.is_contiguous():
         return None
     others = parts._replace(embed=None).parameters()
     return None if any(weight.data_ptr() == other.data_ptr() for other in others) else weight

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,24 @@ def digests(path: str | Path) -> dict[str, str]:
 def not_finite(path: str | Path) -> list[str]:
     """The names of the tensors that hold NaN or an infinity, in the files' order. Of blocks the float16 scales are read: the codes are finite.
 
-    Types whose scales lie elsewhere (``IQ2_XXS`` and the like, ``NVFP4``) are not read. Arguments and errors are those of :func:`digests`.
+    Types whose scales lie elsewhere (:func:`not_read`: ``MXFP4``, ``NVFP4``, the small ``IQ`` types) are not read. Arguments and errors are those of :func:`digests`.
     """
     return [name for name, tensor in _floats(path) if not _is_finite(tensor)]
+
+
+def not_read(path: str | Path) -> dict[str, int]:
+    """The tensors that :func:`not_finite` does not read, their number by type."""
+    if not is_gguf(path):
+        return {}
+    tensors = GgufFile.open(path).tensors.values()
+    return dict(
+        Counter(tensor.type_name for tensor in tensors if not (tensor.type in FLOATS or _scales_at(tensor.type)))
+    )
+
+
+def _scales_at(kind: int) -> Sequence[int]:
+    """Where a block of a type has its float16 scales."""
+    return _FORMATS[kind].halves if kind in _FORMATS else ()
 
 
 def _floats(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,11 +70,9 @@ def _floats(path: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in whole.tensors.items():
         if tensor.type in FLOATS:
             yield name, whole.floats(tensor)
-        elif tensor.type in _FORMATS:
-            form, stored = _FORMATS[tensor.type], whole.stored(tensor).view(-1, _FORMATS[tensor.type].block_bytes)
-            scales = [stored[:, at : at + 2] for at in form.halves]
-            if scales:
-                yield name, torch.cat(scales, 1).view(torch.float16)
+        elif places := _scales_at(tensor.type):
+            stored = whole.stored(tensor).view(-1, _FORMATS[tensor.type].block_bytes)
+            yield name, torch.cat([stored[:, at : at + 2] for at in places], 1).view(torch.float16)
         whole.release_pages()
 
 
