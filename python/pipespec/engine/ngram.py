@@ -37,7 +37,7 @@ class NgramStage(InlineStage):
         super().__init__(spec, *place, **options)
         self._empty = _native.NgramIndex(spec.min_match, spec.max_match)
         self._spec = spec
-        self._given = np.empty(0, np.int32) if spec.corpus is None else np.asarray(spec.corpus)
+        self._given = np.empty(0, np.int32) if spec.ids is None else spec.ids
         self._history = np.empty(0, np.int32)
         self._unsorted = 0
         self._corpus = self._sorted()
@@ -136,6 +136,12 @@ class NgramDraft(DraftSpec):
         if ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) == 0:
             raise ValueError("corpus must be a path, or a sequence of token ids")
         object.__setattr__(self, "corpus", ids)
+
+    @property
+    def ids(self) -> np.ndarray | None:
+        """Ids of the corpus; None: there is none, or the draft has not seen a target (:meth:`for_target`) whose tokenizer would encode the answers."""
+        is_text = isinstance(self.corpus, (str, Path)) and Path(self.corpus) == ANSWERS
+        return None if self.corpus is None or is_text else np.ascontiguousarray(self.corpus, dtype=np.int32)
 
     def without_history(self) -> NgramDraft:
         return replace(self, history=0)
