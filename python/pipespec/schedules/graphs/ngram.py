@@ -50,7 +50,6 @@ class GraphedNgramStage(StaticStage):
     ) -> None:
         self.spec, self.block, self.index = spec, block, index
         self._trace, self._device, self._count = trace, device, count
-        given = None if spec.corpus is None else np.ascontiguousarray(spec.corpus, dtype=np.int32)
         self._corpus = None if spec.ids is None else torch.from_numpy(spec.ids).to(device)
         self._buffers: dict[int, TextBuffers] = {}  # by rows, the last used one last
         self._current: TextBuffers | None = None
