@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from pipespec.models.parts import ModelParts
 
 NUMBERS = (
     "is_kv_shared_layer", "store_full_length_kv", "layer_type", "use_alternative_attention", "with_scale", "hidden_size_per_layer_input",
@@ -60,38 +56,6 @@ class PerLayer(NamedTuple):
             "per_layer_model_projection": self.projection,
             "per_layer_projection_norm": self.norm,
         }
-
-
-def _called(module: Any, x: torch.Tensor) -> Any:
-    return module(x)
-
-
-def inputs_of(
-    parts: ModelParts,
-    tokens: torch.Tensor | None,
-    embedded: torch.Tensor,
-    call: Callable[[Any, torch.Tensor], Any] = _called,
-) -> list[dict[str, Any]]:
-    """By layer, the arguments of its call beside those that all layers of LLaMA have.
-
-    Args:
-        parts: with the first layer of the model, if its layers have any.
-        tokens: int64 ``[rows, q]``; None where no layer has inputs of its own.
-        embedded: what the first layer reads of them, ``[rows, q, H]``.
-        call: how modules are called.
-    """
-    more: list[dict[str, Any]] = [{} for _ in parts.layers]
-    if any(hasattr(getattr(layer, "self_attn", None), "store_full_length_kv") for layer in parts.layers):
-        shared: dict[str, Any] = {}  # layers put their keys and values there, and later ones read them
-        more = [{"shared_kv_states": shared} for _ in parts.layers]
-    if (per_layer := parts.per_layer) is not None:
-        projected = call(per_layer.projection, embedded) * per_layer.in_scale
-        projected = call(per_layer.norm, projected.unflatten(-1, (-1, per_layer.size)))
-        own = per_layer.embed(tokens).to(embedded.dtype).unflatten(-1, (-1, per_layer.size))
-        made = (projected + own) * per_layer.sum_scale
-        for i, each in enumerate(more):
-            each["per_layer_input"] = made[:, :, i]
-    return more
 
 
 def keys_of(attentions: Sequence[Any]) -> list[int | None]:
