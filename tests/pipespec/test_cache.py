@@ -328,7 +328,10 @@ def test_sizes_are_checked(rows, capacity):
 
 
 def test_other_recurrent_layers_are_refused():
-    config = Lfm2MoeConfig(
+    class OtherConfig(Lfm2MoeConfig):
+        model_type = "other"
+
+    config = OtherConfig(
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,

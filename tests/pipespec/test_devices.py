@@ -112,15 +112,16 @@ def test_models_that_are_no_decoders_are_refused_as_such(model, tmp_path):
 
 def test_the_command_line_takes_one_device_or_one_per_stage(tmp_path, model, capsys):
     folder = str(save(model, tmp_path / "model"))
+    command = ["generate", "--prompt", "x", "--target", folder, "--draft", folder, "--device"]
     for given, message in (
-        (["mps"], "not on mps"),
-        (["cpu", "mps"], "device='mps'"),
         (["cpu", "cpu", "cpu"], "one per stage (2: draft 0, target), not 3"),
         (["cuda"], "torch sees no GPU here"),
     ):
-        command = ["generate", "--prompt", "x", "--target", folder, "--draft", folder, "--device", *given]
-        assert main(command) == 2
+        assert main([*command, *given]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "cpu", "mps"])
+    assert "'mps' is not a device; use cpu, cuda" in capsys.readouterr().err
 
 
 def test_the_cpu_has_memory():

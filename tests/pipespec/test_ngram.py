@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,7 +53,7 @@ def search(text: list[int], draft: NgramDraft) -> int | None:
 
     length, own = followers(text, draft.min_match)
     certainty = min(0.95, 0.2 + 0.12 * length) if own else 0.2
-    n, found = followers([] if isinstance(draft.corpus, (Path, type(None))) else list(draft.corpus), 1)
+    n, found = followers([] if draft.ids is None else draft.ids.tolist(), 1)
     if found:
         token = max(reversed(found), key=found.count)
         if found.count(token) / (len(found) + 3 / n) >= certainty:
@@ -64,7 +63,7 @@ def search(text: list[int], draft: NgramDraft) -> int | None:
 
 def copied(text: list[int], draft: NgramDraft, count: int) -> list[int]:
     """The text with the tokens behind the place that a plain search finds, as captured rounds draft them."""
-    corpus = [] if draft.corpus is None else list(draft.corpus)
+    corpus = [] if draft.ids is None else draft.ids.tolist()
     for n in range(min(draft.max_match, len(text)), draft.min_match - 1, -1):
         for source in (list(text), corpus):
             for end in range(len(source) - 1, n - 1, -1):

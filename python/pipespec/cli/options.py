@@ -74,11 +74,11 @@ def chosen_models(
         ValueError: Likewise; drafts without a target. A draft that a name stands for needs none.
     """
     names = {row.name for row in DRAFTS}
+    if args.target is None and set(args.draft) - names:
+        raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     require_models(args.target, *(path for path in (args.tokenizer, *args.draft) if path not in names))
     if args.target is not None:
         return args.target, list(args.draft), args.dtype or "auto"
-    if set(args.draft) - names:
-        raise ValueError("--draft needs a --target: the bundled family has its own drafts")
     from pipespec.demo import family_path
 
     return family_path("target"), args.draft or [family_path(n) for n in bundled()], args.dtype or "float32"
