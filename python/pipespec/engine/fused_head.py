@@ -98,7 +98,11 @@ def fused_head(head: Any) -> FusedHead:
     Raises:
         NotReadable: A part of the head has no operation here, the outputs do not agree, or its weights cannot be merged.
     """
-    groups = families.of_one_input(head.layer_parts())
+    parts = head.layer_parts()
+    matrices = (matrix for matrices in families.products_of(parts) for matrix in matrices)
+    if not all(hasattr(matrix, "weight") or hasattr(matrix, "tiles") for matrix in matrices):
+        raise NotReadable("its matrices are in blocks for a CPU")
+    groups = families.of_one_input(parts)
     check_separate(head, groups)
     merge(groups)
     form = FusedHead(head)
