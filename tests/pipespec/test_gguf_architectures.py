@@ -441,6 +441,8 @@ def test_a_file_is_the_model_that_was_written(tmp_path, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_its_matrices_stay_in_blocks(tmp_path, case):
+    if case in ("lfm2_moe", "glm4_moe") and transformers.__version__.startswith("5.0."):
+        pytest.skip("its experts and router are other modules in this version, which are dequantised")
     model = written(case, tmp_path / "m.gguf", "q8_0")
     found = load_model(tmp_path / "m.gguf")
     # The router of shared experts and other routers are floats in files, and what makes keys and values of latents becomes floats.

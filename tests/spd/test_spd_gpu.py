@@ -12,7 +12,7 @@ from pipespec import Pipeline
 from pipespec.demo import load_family
 from pipespec_spd import SpeculativePipeline
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.spd.test_ranks import environment
+from tests.support.processes import ENVIRONMENT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -33,7 +33,7 @@ def test_ranks_on_gpus(ranks):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", str(ranks)]
     command += ["--device", "cuda", "--prompt", "def mean(values):", "--max-new-tokens", "20"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     family = load_family()
     ids = family.encode("def mean(values):").to("cuda:0")
