@@ -318,7 +318,7 @@ def real(record: dict[str, Any]) -> str:
             text, colour = f"{cells[i - 1]}  ({cells[i]})", OURS if label.startswith("pipespec") else OTHERS
             rows.append(Bar(f"{kind}: {label.replace('`', '')}", float(cells[i - 1]), text, colour))
     target, machine = record["settings"]["target"], record["machine"]
-    note = f"{machine['cpu']}, {machine['threads']} threads, {machine['date'][:10]}, commit {machine['commit'][:10]}. OpenVINO: of a second run."
+    note = f"{machine['cpu']}, {machine['threads']} threads, {machine['date'][:10]}, commit {machine['commit'][:10]}."
     title = f"{MODELS.get(target, target)}: tokens/s (of pipespec's target alone in the same run)"
     return bars(title, rows, note)
 

@@ -318,8 +318,6 @@ def record_of(folder: ResultsFolder) -> dict[str, Any]:
 TABLE_ROWS = {
     "HF generate()": "transformers `generate()`",
     "HF prompt lookup, 10": "transformers, prompt lookup",
-    "HF assisted": "transformers, assisted by the draft",
-    "OpenVINO bfloat16": "OpenVINO GenAI",
     "OpenVINO int8, lookup": "OpenVINO GenAI, 8 bits, prompt lookup",
     "OpenVINO int4": "OpenVINO GenAI, 4 bits",
     "llama.cpp Q4_K_M, n-gram": "llama.cpp, Q4_K_M, n-gram drafts",
