@@ -111,7 +111,7 @@ def record(options: argparse.Namespace) -> None:
             own = choices(model, entry["prompt"][-PROMPT_TAIL - 1 :], entry["text"])
             entry[name] = [a == b for a, b in zip(own, entry["text"], strict=True)]
     about = {"machine": provenance(), "target": family.name, "draft": next(iter(family.drafts))}
-    corpus = NgramDraft().for_target(config.target, target).corpus
+    corpus = NgramDraft().for_target(config.target, target).ids
     about["corpus"] = None if corpus is None else np.asarray(corpus).tolist()
     save(options.out, about | {"times": times, "texts": texts})
 

@@ -40,12 +40,12 @@ def test_the_answers_join_by_default():
     assert len(answers) > 50_000
     for made in (Pipeline(FOLDER), Pipeline(FOLDER, "ngram"), Pipeline(load_model(FOLDER), NgramDraft())):
         with made as pipe:
-            assert np.array_equal(index_of(pipe).corpus, answers)
+            assert np.array_equal(index_of(pipe).ids, answers)
     with Pipeline(FOLDER, NgramDraft(corpus=None)) as pipe:
-        assert index_of(pipe).corpus is None
+        assert index_of(pipe).ids is None
     # No tokenizer, and no wish for one.
     with Pipeline(random_llama(3)) as pipe:
-        assert index_of(pipe).corpus is None
+        assert index_of(pipe).ids is None
     # A tokenizer with more tokens than the model.
     assert ids_of_answers(FOLDER, max(answers)) is None
     assert ids_of_answers(FOLDER, max(answers) + 1) is not None

@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -214,6 +215,18 @@ def test_keys_in_8_bits_without_captured_steps():
         Pipeline(model, kv_dtype="int8")
     with pytest.raises(ValueError, match=r"attach\(\): with kv_dtype='float8_e4m3fn' the text differs"):
         attach(model, kv_dtype="float8_e4m3fn")
+
+
+def test_the_answers_stay_out_of_captured_rounds(gpu, monkeypatch):
+    """They would take the place of a model's draft tokens with rare matches. A corpus of the user's does take part."""
+    model, answers = random_llama(7), np.arange(50, dtype=np.int32)
+    model.config._name_or_path = "somewhere"
+    monkeypatch.setattr("pipespec.engine.ngram.ids_of_answers", lambda *_: answers)
+    for draft, wanted in ((NgramDraft(), None), (NgramDraft(corpus=answers), answers.tolist())):
+        with gpu.watching(), Pipeline(model, draft, **HOW["rounds"]) as pipe:
+            index = pipe._driver.stages[0]
+            assert index.spec.ids is not None
+            assert (index._corpus if index._corpus is None else index._corpus.tolist()) == wanted
 
 
 def test_keys_in_8_bits_have_a_text_of_their_own(gpu):

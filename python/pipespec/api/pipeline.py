@@ -83,7 +83,7 @@ class Pipeline(BasePipeline):
         gguf_file: The name of a GGUF file in the target's folder or repository, as ``from_pretrained`` takes it.
         trust_remote_code: Allow the Python code in a model's folder to run.
         native: Run the steps of LLaMA-like models on the CPU as one call into C++, on packed copies of their weights. A model does so after a comparison with its own layers on probes, in float32 within
-            1e-5 of their range, of deep models at the begin, in the middle and at the end; ``report.stages[i].forward`` says which forward ran. Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
+            1e-5 of their range, of deep models at the beginning, in the middle and at the end; ``report.stages[i].forward`` says which forward ran. Captured steps run fused kernels after the same comparison. False: forwards with the bits of transformers' own.
         tokenizer: The target's, for a first draft with another one; transformers' object. Default: the one in its folder.
         draft_tokenizers: The drafts' tokenizers: a list with one entry per draft model, or one tokenizer for a single draft. None, as the argument or as an entry: the tokenizer in the draft's folder, or the target's if there is none.
         exact: Refuse whatever would let the target's bits depend on anything but target, prompt and seed. Then a text in bfloat16, too, is the

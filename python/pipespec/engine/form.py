@@ -180,7 +180,7 @@ def ropes_of(parts: ModelParts, hidden: torch.Tensor, positions: torch.Tensor) -
 
 
 def _masks(parts: ModelParts, columns: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its begin on: minus infinity where a column does not see. Recurrent layers have none."""
+    """Per layer, the mask ``[1, 1, columns, columns]`` of a text from its beginning on: minus infinity where a column does not see. Recurrent layers have none."""
     at = torch.arange(columns, device=parts.device)
     back = at[:, None] - at
     masks: dict[int | None, torch.Tensor] = {}

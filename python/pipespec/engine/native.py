@@ -255,9 +255,10 @@ class NativeForm(PartsForm):
             return
         with self._moving.attempt() as is_held:
             while is_held and self._small_pages and self._time_to_move > 0:
-                began, part = time.perf_counter(), self._small_pages.pop()
-                if host_memory()[0] > 0 and host_memory()[1] < 4 * MOVED:
+                total, free = host_memory()
+                if total and free < 4 * MOVED:
                     break  # another model, or another process, has taken the memory
+                began, part = time.perf_counter(), self._small_pages.pop()
                 self._room_to_move -= use_huge_pages([part], self._room_to_move, torch.get_num_threads())
                 self._time_to_move -= time.perf_counter() - began
 
@@ -403,7 +404,7 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
 
 
 def _samples_of(parts: ModelParts) -> list[ModelParts]:
-    """Parts that run all code of the given ones: layers of all kinds at the begin, with embedding and head, in the middle and at the end. Where these are
+    """Parts that run all code of the given ones: layers of all kinds at the beginning, with embedding and head, in the middle and at the end. Where these are
     most layers, the given parts."""
     kinds, count = _layers_of_all_kinds(parts), len(parts.layers)
     # Layers that read what others keep, or inputs of their own, do not run alone.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _UNSORTED = 512
 
 
 class NgramStage(InlineStage):
-    """The stage of an n-gram index, whose corpus is given as ids, see :meth:`NgramDraft.for_target`.
+    """The stage of an n-gram index, with the ids of its corpus, see :meth:`NgramDraft.for_target`.
 
     Under the controller it is the last draft, and offers the target its own tokens (:meth:`fill`) or those of the stage upstream (:meth:`relay`).
     What a call has generated belongs to the corpus of later calls (as in SuffixDecoding, Oliaro et al. 2024).
@@ -118,6 +118,8 @@ class NgramDraft(DraftSpec):
     max_match: int = 8
     corpus: Path | str | Sequence[int] | np.ndarray | None = ANSWERS
     history: int = 1 << 18
+    ids: np.ndarray | None = field(default=None, repr=False)
+    """Of the corpus, as :meth:`for_target` encodes it; None: there is none."""
 
     def __post_init__(self) -> None:
         for name in ("min_match", "max_match"):
@@ -136,12 +138,14 @@ class NgramDraft(DraftSpec):
         if ids.dtype.kind not in "iu" or ids.ndim != 1 or len(ids) == 0:
             raise ValueError("corpus must be a path, or a sequence of token ids")
         object.__setattr__(self, "corpus", ids)
+        if self.ids is None:
+            object.__setattr__(self, "ids", ids.astype(np.int32))
 
     @property
-    def ids(self) -> np.ndarray | None:
-        """Ids of the corpus; None: there is none, or the draft has not seen a target (:meth:`for_target`) whose tokenizer would encode the answers."""
-        is_text = isinstance(self.corpus, (str, Path)) and Path(self.corpus) == ANSWERS
-        return None if self.corpus is None or is_text else np.ascontiguousarray(self.corpus, dtype=np.int32)
+    def has_own_corpus(self) -> bool:
+        """Whether the user has given one, and it is not that of answers."""
+        is_answers = isinstance(self.corpus, (str, Path)) and Path(self.corpus) == ANSWERS
+        return self.corpus is not None and not is_answers
 
     def without_history(self) -> NgramDraft:
         return replace(self, history=0)
@@ -161,10 +165,10 @@ class NgramDraft(DraftSpec):
             return self
         source = given if isinstance(given, (str, Path)) else target.config._name_or_path
         vocabulary = embedding_size(target)
+        if not self.has_own_corpus:
+            return replace(self, ids=ids_of_answers(source, vocabulary) if source else None)
         ids = self.corpus
         if isinstance(ids, (str, Path)):
-            if Path(ids) == ANSWERS:
-                return replace(self, corpus=ids_of_answers(source, vocabulary) if source else None)
             ids = corpus_ids(Path(ids), source)
         if len(ids) == 0:
             raise ValueError("the corpus of the n-gram draft is empty")
@@ -174,4 +178,4 @@ class NgramDraft(DraftSpec):
                 f"the corpus of the n-gram draft has token ids from {low} to {high}; the target's vocabulary has {vocabulary} tokens: "
                 "encode the text with the target's tokenizer"
             )
-        return replace(self, corpus=np.ascontiguousarray(ids, dtype=np.int32))
+        return replace(self, ids=np.ascontiguousarray(ids, dtype=np.int32))

@@ -116,7 +116,7 @@ def test_queries_keys_and_values(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ["q4_k", "q6_k", "mxfp4", "q8_0"])
 def test_experts_of_all_kinds_of_scales(name: str, device: torch.device) -> None:
-    """Against the dequantised weights of each expert; a row has the bits that it has alone, and experts that nobody has chosen do not matter."""
+    """Against the dequantised weights of each expert; a row has the bits that it has alone, and experts that no row has chosen do not matter."""
     experts, rows, columns = 4, 24, 512 if name != "mxfp4" else 160
     blocks = matrix_of(name, experts * rows, columns)
     tiled, weights = in_tiles(blocks, device), dequantize(blocks).bfloat16()

@@ -43,7 +43,7 @@ _FINISH_TIMEOUT_S = 10.0
 """A draft finishes its current forward when a call ends. One that needs longer than this counts as hung."""
 
 _STOPPED_TIMEOUT_S = 1.0
-"""One that a signal has stopped goes on within this time, or is lost: drafts are optional, and nobody may ever continue it."""
+"""Seconds in which a process that a signal has stopped must be continued; otherwise it counts as lost, since drafts are optional."""
 
 _POLL_S = 0.4
 """Poll interval for liveness while waiting for a message. A fork of another thread may keep the connection of a dead process open."""

@@ -50,7 +50,9 @@ class GraphedNgramStage(StaticStage):
     ) -> None:
         self.spec, self.block, self.index = spec, block, index
         self._trace, self._device, self._count = trace, device, count
-        self._corpus = None if spec.ids is None else torch.from_numpy(spec.ids).to(device)
+        # The answers hold a match for nearly every text, mostly a rare one: in place of a model's draft tokens those would lose.
+        ids = spec.ids if spec.has_own_corpus else None
+        self._corpus = None if ids is None else torch.from_numpy(ids).to(device)
         self._buffers: dict[int, TextBuffers] = {}  # by rows, the last used one last
         self._current: TextBuffers | None = None
         self._port: _native.StagePort | None = None
