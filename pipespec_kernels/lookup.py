@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipespec_kernels import _native, arguments, dispatch, reference
+from pipespec_kernels import arguments, dispatch, reference
 from pipespec_kernels.arguments import INT32, INT64
 
-MAX_MATCH: int = _native.MAX_MATCH
-"""Maximum number of tokens that are compared."""
+MAX_MATCH = 32
+"""Maximum number of tokens that are compared: that of the compiled index, which the operations do not need."""
 
 
 def prompt_lookup(

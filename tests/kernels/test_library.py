@@ -212,6 +212,12 @@ def run(before: str = "", **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+def test_the_longest_match_of_the_operation_is_that_of_the_compiled_index() -> None:
+    from pipespec_kernels import _native, lookup
+
+    assert lookup.MAX_MATCH == _native.MAX_MATCH
+
+
 def test_the_reference_by_environment_and_without_the_native_code() -> None:
     assert run(PIPESPEC_OPS="reference").stdout == "1 1\n"
     without = run("sys.modules['pipespec_kernels._native'] = None")
