@@ -1,8 +1,12 @@
 """bench.lengths: what it feeds and counts, with a system that answers at once."""
 
+from functools import partial
+
+import pytest
 import torch
 
-from bench.lengths import Stamps, compare, measure, table
+from bench.lengths import Stamps, compare, measure, measure_rival, table
+from bench.real import of_tokens
 
 
 class System:
@@ -37,9 +41,18 @@ def test_the_first_token_ends_the_reading():
     assert all(speed > 0 for speed in measure(System(), torch.ones(1, 9, dtype=torch.long), 4))
 
 
+def test_another_program_tells_its_own_times():
+    class Rival:
+        def run(self, ids, new_tokens, seed):
+            assert (new_tokens, seed) == (4, 0)
+            return of_tokens([5, 6, 7], 0.5, 0.7)  # its text ends one token earlier
+
+    assert measure_rival(Rival(), torch.ones(1, 9, dtype=torch.long), 3) == pytest.approx((18.0, 10.0))
+
+
 def test_each_system_reads_the_same_prompts():
     words, ours, theirs = torch.arange(10), System(), System()
-    rows = compare({"ours": ours, "theirs": theirs}, words, (4, 25), 3, 2)
+    rows = compare({"ours": partial(measure, ours), "theirs": partial(measure, theirs)}, words, (4, 25), 3, 2)
     assert [prompt.shape[1] for prompt in ours.prompts] == [4, 4, 25, 4, 25]
     assert all(map(torch.equal, ours.prompts, theirs.prompts))
     assert ours.prompts[2][0].tolist() == [*range(10), *range(10), *range(5)]
