@@ -240,6 +240,9 @@ folder, options = json.loads(sys.argv[1])
 draft = options.pop("draft", None)
 if draft: options["draft_model"] = genai.draft_model(draft, "CPU")
 per_call = options.pop("per_call", {})
+scheduler = genai.SchedulerConfig()
+scheduler.enable_prefix_caching = False  # each call reads its whole prompt, as those of the other rows do
+options["scheduler_config"] = scheduler
 pipe = genai.LLMPipeline(folder, "CPU", **options)
 print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
