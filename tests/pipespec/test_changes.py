@@ -83,6 +83,7 @@ CONFIGURATIONS: dict[str, tuple[str, Any, str | None]] = {
     "another scale of scores": ("cohere2, mixed", _set(logit_scale=0.02), None),
     "outputs of routers": ("mixtral, window", _set(output_router_logits=True), None),
     "hidden states": ("llama", _set(output_hidden_states=True), None),
+    "a factor that no embedding reads": ("llama", lambda model: setattr(model.model.embed_tokens, "embed_scale", torch.tensor(0.2)), None),
     "heads of keys": ("llama", _set(num_key_value_heads=4), "rows, and its configuration says 4 heads"),
 }  # fmt: skip
 """By name: a model, what changes in its configuration, and words of the reason to leave its calls to transformers; None: they speculate."""

@@ -215,8 +215,10 @@ def embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
     if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
         return 1.0 if embed.form.scale is None else embed.form.scale
-    scale = getattr(embed, "embed_scale", None)
-    return 1.0 if scale is None else float(scale.to(embed.weight.dtype))
+    # Any other module may have an attribute of this name, which its forward does not read.
+    if not type(embed).__name__.endswith("ScaledWordEmbedding"):
+        return 1.0
+    return float(embed.embed_scale.to(embed.weight.dtype))
 
 
 def _rotations(parts: ModelParts) -> tuple[str | None, ...]:
