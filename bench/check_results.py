@@ -34,6 +34,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "head.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "head_training.json": ("python/pipespec_train", "bench/recipes"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
+    "lengths.json": (*_ENGINE, "bench/lengths.py"),
     "price.json": (
         "csrc/cpu",
         "pipespec_kernels/decoder.py",
@@ -41,7 +42,6 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "pipespec_kernels/packed.py",
         "bench/controller.py",
     ),
-    "prompt.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "spd.json": (
@@ -56,7 +56,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "head_training.json", "quality.json", "spd_real.json"}
+MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "head_training.json", "lengths.json", "quality.json", "spd_real.json"}
 """Files of hardware that is not at hand, of hours of training, and of an hour of texts or of reading: an older one is named, and is no failure."""
 
 
