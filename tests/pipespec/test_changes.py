@@ -21,7 +21,7 @@ import pipespec
 from pipespec import Pipeline, SpeedWarning, StaleText
 from pipespec.engine import known
 from pipespec.engine.known import CAPTURED, NATIVE, identify
-from pipespec.engine.native import Checksums, NativeForm
+from pipespec.engine.native import TABLE, Checksums, NativeForm
 from pipespec.engine.runtime import runtime_of
 from pipespec.models.layout import layout_unsupported_reason, mask_windows
 from pipespec.models.properties import reset_rope, rope_changes_at, rope_type
@@ -402,7 +402,7 @@ def test_the_end_of_a_call_compares_every_value():
 def test_of_an_embedding_the_rows_that_were_read_are_compared():
     noise = torch.Generator().manual_seed(1)
     table, rows = torch.randn((5000, 100), generator=noise), torch.randperm(5000, generator=noise)
-    sums = Checksums([table], table)
+    sums = Checksums([table], [table])
     sums.read(torch.tensor([[-1, 5000]]))
     for first in range(0, 400, 100):
         assert sums.agree()  # more are read within a round
@@ -426,6 +426,35 @@ def test_a_row_of_a_large_embedding_changes_between_calls(dtype):
     with Pipeline(model, schedule="plain") as pipe:
         before = pipe.generate(prompt, **GREEDY)
         model.model.embed_tokens.weight.data[3050] *= -3
+        for _ in range(2):
+            found = pipe.generate(prompt, **GREEDY)
+    with Pipeline(model, schedule="plain") as fresh:
+        wanted = fresh.generate(prompt, **GREEDY)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(before, wanted)
+
+
+@pytest.mark.filterwarnings("ignore::pipespec.StaleText")
+@pytest.mark.parametrize("table", ["embed_tokens", "embed_tokens_per_layer"])
+def test_of_each_table_of_tokens_the_rows_that_were_read_are_compared(table):
+    """Gemma 4's inputs of layers come from a table of gigabytes."""
+    name = "gemma4, mixed, shared keys"
+    if name not in TINY_MODELS:
+        pytest.skip("this version of transformers lacks the model, or has it in another form")
+    sizes = {"hidden_size": 32, "hidden_size_per_layer_input": 16}
+    model = make(
+        name, 1, vocab_size=8192, vocab_size_per_layer_input=8192, tie_word_embeddings=False, head_dim=8, **sizes
+    )
+    weight, prompt = getattr(model.model, table).weight, torch.arange(3000, 3040)[None]
+    assert weight.nbytes >= TABLE
+    with Pipeline(model, schedule="plain") as pipe:
+        pipe.generate(prompt, **GREEDY)
+        assert pipe.report.stages[-1].forward == "native"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StaleText)
+            weight.data[3500] = torch.linspace(-9, 9, weight.shape[1])  # no text has read it
+            before = pipe.generate(prompt, **GREEDY)
+        weight.data[3039] = weight.data[3500]
         for _ in range(2):
             found = pipe.generate(prompt, **GREEDY)
     with Pipeline(model, schedule="plain") as fresh:

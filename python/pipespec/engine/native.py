@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ LONGEST = 0.02
 """Seconds that they may take, so that they do not delay the first token."""
 
 TABLE = 1 << 20
-"""Bytes from which on an embedding's rows are compared only once they were read. The others stay in their file."""
+"""Bytes from which on a table's rows are compared only once they were read. The others stay in their file."""
 
 MOVING = 0.1
 """Share of the forwards' time in which weights move into huge pages, until all lie there. As much is lost in small pages."""
@@ -74,17 +75,18 @@ class Checksums:
 
     Args:
         tensors: on the CPU. Others are left out.
-        table: one of them, an embedding ``[vocabulary, hidden]``, of which :meth:`read` names the rows that are to be compared; None: there is none.
+        tables: those among them that have a row ``[*, n]`` per token, of which :meth:`read` names the rows that are to be compared. They are contiguous.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], table: torch.Tensor | None = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor] = ()) -> None:
         # They keep the memory.
         self._tensors = [tensor.detach() for tensor in tensors if tensor.device.type == "cpu" and tensor.numel()]
         self._watch, self._credit = MemoryWatch(), 0.0
-        self._table = None if table is None else table.detach()
-        self._is_read = np.zeros(0 if table is None else len(table), dtype=bool)
+        self._tables = [(table.detach(), np.zeros(len(table), dtype=bool)) for table in tables]
+        """Each with the rows that were read."""
+        by_rows = {table.data_ptr() for table in tables}
         for tensor in self._tensors:
-            if self._table is not None and tensor.data_ptr() == self._table.data_ptr():
+            if tensor.data_ptr() in by_rows:
                 continue
             size = tensor.element_size()
             span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -94,16 +96,15 @@ class Checksums:
         self._watch.remember(torch.get_num_threads())
 
     def read(self, tokens: torch.Tensor) -> None:
-        """Note that a forward reads the table's rows of ``tokens``, integers of any shape. Those outside of it are left out."""
-        if self._table is None:
-            return
-        ids = tokens.numpy().ravel()
-        ids = ids[(ids >= 0) & (ids < len(self._table))]
-        new = np.unique(ids[~self._is_read[ids]])
-        self._is_read[new] = True
-        size, stride = (n * self._table.element_size() for n in (self._table.shape[1], self._table.stride(0)))
-        for row in new.tolist():
-            self._watch.remember_block(self._table.data_ptr() + row * stride, size)
+        """Note that a forward reads the tables' rows of ``tokens``, integers of any shape. Those outside of a table are left out."""
+        for table, is_read in self._tables:
+            ids = tokens.numpy().ravel()
+            ids = ids[(ids >= 0) & (ids < len(table))]
+            new = np.unique(ids[~is_read[ids]])
+            is_read[new] = True
+            size = table.shape[1] * table.element_size()
+            for row in new.tolist():
+                self._watch.remember_block(table.data_ptr() + row * size, size)
 
     def spend(self, seconds: float) -> None:
         """Note the time of a forward."""
@@ -178,7 +179,7 @@ class NativeForm(PartsForm):
             tensors[isinstance(module, (QuantizedEmbedding, QuantizedLinear))] += [
                 tensor for tensor in held if tensor is not None
             ]
-        self._checksums = Checksums(tensors[False], _table_of(parts) if watches else None)
+        self._checksums = Checksums(tensors[False], _tables_of(parts) if watches else ())
         self._of_blocks = Checksums(tensors[True])
         self._small_pages: list[tuple[int, int]] = []
         """Address and size of the weights that are to move into huge pages."""
@@ -233,7 +234,7 @@ class NativeForm(PartsForm):
         total, free = host_memory()
         weights = [
             weight
-            # Of an embedding few rows are read, unless it is the head, too.
+            # Of tables few rows are read, unless one is the head, too.
             for weight in self.parts._replace(embed=None, per_layer=None).parameters()
             # The form may have copies of float32 matrices.
             if weight.device.type == "cpu" and (weight.dtype != torch.float32 or not self.nbytes)
@@ -429,14 +430,21 @@ def _samples_of(parts: ModelParts) -> list[ModelParts]:
     return [begin, *sections]
 
 
-def _table_of(parts: ModelParts) -> torch.Tensor | None:
-    """The embedding's weights where forwards read some of its rows alone."""
-    weight = None if parts.embed is None else parts.embed._parameters.get("weight")
+def _tables_of(parts: ModelParts) -> list[torch.Tensor]:
+    """The weights of embeddings, of tokens and of the layers' own inputs, where forwards read some of their rows alone."""
+    inputs = None if parts.per_layer is None else parts.per_layer.embed
+    weights = [module._parameters.get("weight") for module in (parts.embed, inputs) if module is not None]
+    uses = Counter(parameter.data_ptr() for parameter in parts.parameters())
     # The decoder copies what is not contiguous, and a copy is compared as a whole.
-    if weight is None or weight.device.type != "cpu" or weight.nbytes < TABLE or not weight.is_contiguous():
-        return None
-    others = parts._replace(embed=None).parameters()
-    return None if any(weight.data_ptr() == other.data_ptr() for other in others) else weight
+    return [
+        weight
+        for weight in weights
+        if weight is not None
+        and weight.device.type == "cpu"
+        and weight.nbytes >= TABLE
+        and weight.is_contiguous()
+        and uses[weight.data_ptr()] == 1
+    ]
 
 
 def _joined(memory: dict[int, int]) -> list[tuple[int, int]]:
