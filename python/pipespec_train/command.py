@@ -348,4 +348,4 @@ def _student(args: argparse.Namespace, model: Any, vocabulary: list[int] | None)
         config = DraftModuleConfig.for_target(
             model, ranges, layers=layers, vocabulary=vocabulary, types=args.types, anchors=args.anchors
         )
-    return PipelineStudent(DraftModule.of_target(model, config).to(model.device))
+    return PipelineStudent(DraftModule.of_target(model, config).to(model.device), is_new=True)

@@ -1,17 +1,20 @@
-"""The initial state of a draft head, from least squares over the target's hidden states instead of from noise."""
+"""The initial state of a draft head or module, from least squares over the target's hidden states instead of from noise."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from pipespec.engine.head import DraftHead
-from pipespec_train.students import StudentBatch
+from pipespec_spd.draft_module import DraftModule
+
+if TYPE_CHECKING:  # students import this module
+    from pipespec_train.students import StudentBatch
 
 POSITIONS = 20_000
 """Positions that the fit reads at most."""
@@ -62,6 +65,47 @@ def fit_start(head: DraftHead, target: PreTrainedModel, batches: Iterable[Studen
     _attend_to_itself(head, inputs, _least_squares(inputs, found.after - states))
     head.layers[0].mlp.down_proj.weight.zero_()
     return len(inputs)
+
+
+@torch.no_grad()
+def fit_projections(module: DraftModule, batches: Iterable[StudentBatch]) -> int:
+    """Let each projection of ``module`` start as the best linear guess of the deepest anchor from those that its type has, in place.
+
+    The blocks start as the target's last layers, which expect that stream. A type that has the deepest anchor passes it on.
+
+    Args:
+        module: of :meth:`pipespec_spd.draft_module.DraftModule.of_target`.
+        batches: of which it reads :data:`POSITIONS` at most.
+
+    Returns:
+        The positions read.
+
+    Raises:
+        ValueError: there is no position to learn.
+    """
+    size = module.config.hidden
+    width = size * len(module.config.anchors)
+    products, count = torch.zeros(width, width, device=module.head.weight.device), 0
+    for batch in batches:
+        streams = batch.anchors[batch.valid][: POSITIONS - count].float()
+        # A position counts as much as another one, whatever the size of its stream.
+        streams = (streams * streams[:, -1:].square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()).flatten(1)
+        products += streams.T @ streams
+        count += len(streams)
+        if count == POSITIONS:
+            break
+    if not count:
+        raise ValueError("nothing to start from: no token is the assistant's and in the draft vocabulary")
+    products.diagonal().mul_(1 + _RIDGE).add_(1e-6 * count)
+    for kind, projection in enumerate(module.projections):
+        known = size * (kind + 1)
+        weight = next(projection.parameters())
+        if known == width:
+            weight.zero_()
+            weight[:, -size:] = torch.eye(size)
+        else:
+            weight.copy_(torch.linalg.solve(products[:known, :known], products[:known, -size:]).T)
+    return count
 
 
 def _read(head: DraftHead, target: PreTrainedModel, batches: Iterable[StudentBatch]) -> _Positions:

@@ -14,10 +14,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from pipespec.models.compat import hidden_of
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
+from pipespec_train.start import fit_projections
+
+_LIKE_LLAMA: tuple[type, ...] = (LlamaDecoderLayer, Qwen2DecoderLayer)
+"""Layers that :func:`_newest_only` computes."""
 
 
 class StudentBatch(NamedTuple):
@@ -90,11 +95,15 @@ class Student(abc.ABC):
 
 
 class PipelineStudent(Student):
-    """A draft module. A draft head is :class:`pipespec_train.heads.HeadStudent`."""
+    """A draft module. A draft head is :class:`pipespec_train.heads.HeadStudent`. ``is_new``: training begins with :func:`pipespec_train.start.fit_projections`."""
 
-    def __init__(self, module: DraftModule) -> None:
+    def __init__(self, module: DraftModule, is_new: bool = False) -> None:
         self.module, self.head, self.anchors = module, module.head, module.config.anchors
-        self.columns = full_ids(module)
+        self.columns, self._is_new = full_ids(module), is_new
+
+    def start(self, batches: Iterable[StudentBatch]) -> None:
+        if self._is_new:
+            fit_projections(self.module, batches)
 
     def save(self, folder: Path) -> None:
         self.module.save(folder)
@@ -174,7 +183,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
     rope = module.rotary_emb(rows, position_ids=positions)
     mask = visible(length, fill, config.n, rows.device)[None, None]
     for layer in module.layers:
-        if layer is module.layers[-1] and type(layer) is LlamaDecoderLayer:
+        if layer is module.layers[-1] and type(layer) in _LIKE_LLAMA:
             rows = _newest_only(layer, rows, length, rope, mask)
         else:
             outputs = layer(
@@ -188,7 +197,7 @@ def simulate(module: DraftModule, anchors: torch.Tensor, fill: int, wanted: torc
 def _newest_only(
     layer: Any, rows: torch.Tensor, count: int, rope: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor
 ) -> torch.Tensor:
-    """The last ``count`` rows of a LLaMA layer's output. In the last block the other rows contribute keys and values only."""
+    """The last ``count`` rows of the output of a layer of LLaMA or Qwen2. In the last block the other rows contribute keys and values only."""
     attention = layer.self_attn
     batch = rows.shape[0]
     normed = layer.input_layernorm(rows)

@@ -20,10 +20,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.head import HeadDraft
 from pipespec.engine.target_reader import ReaderConfig, TargetReader
+from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
-from pipespec.models.loading import fill, read_stored, weight_files
+from pipespec.models.gguf_models import fill_draft_layer
+from pipespec.models.loading import file_in_blocks, fill, is_gguf, read_stored, weight_files
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import text_config
+from pipespec.models.properties import compute_dtype, text_config
+from pipespec.models.quantized import has_blocks
+from pipespec.models.quantizing import rest_in_float32
+from pipespec.models.tiled import put_in_tiles
 
 MTP = "mtp"
 """In place of a draft: :class:`MtpDraft` with its defaults."""
@@ -85,9 +90,11 @@ class MtpHead(TargetReader):
             dtype: as for :meth:`pipespec.engine.head.DraftHead.load`.
 
         Raises:
-            ValueError: there is no such layer in its safetensors, or it does not fit the target.
+            ValueError: there is no such layer in its safetensors or its GGUF file, or it does not fit the target.
         """
         config = MtpConfig.of(target.config, f"the MTP layer of {folder}")
+        if is_gguf(folder):
+            return cls._of_gguf(config, folder, target, dtype)
         made = cls(config)
         weights = _stored(folder, text_config(target.config).num_hidden_layers)
         expected = made.state_dict()
@@ -95,6 +102,34 @@ class MtpHead(TargetReader):
         fill(made, weights, f"{config.where} is not one for the target's class")
         made.place(target, dtype, weights["eh_proj.weight"].dtype)
         return made
+
+    @classmethod
+    def _of_gguf(
+        cls, config: MtpConfig, path: str | Path, target: PreTrainedModel, dtype: torch.dtype | str
+    ) -> MtpHead:
+        """:meth:`load` from a GGUF file. Matrices in blocks stay in them; on a GPU they become tiles."""
+        if (file := file_in_blocks(path)) is None:
+            raise ValueError(f"{path} is of an architecture whose MTP layer is not read")
+
+        def empty() -> MtpHead:
+            with torch.device("meta"):
+                return cls(config)
+
+        made = empty()
+        fill_draft_layer(file, made)
+        made.ids = torch.arange(config.draft_vocabulary)
+        for module in list(made.modules()):
+            for name in {"rotary_emb", "pos_emb"} & module._modules.keys():
+                setattr(module, name, type(module._modules[name])(config=made.block))
+        if not has_blocks(made):
+            made.place(target, dtype, made.dtype)
+            return made
+        made.borrow(target)
+        if (device := input_device(target)).type == "cpu":
+            rest_in_float32(made)
+        else:
+            put_in_tiles(made, device, compute_dtype(target), empty)
+        return made.eval()
 
     def parts(self) -> ModelParts:
         """Nothing: it has no native form. Raises :class:`NotReadable`."""
@@ -137,8 +172,8 @@ def _stored(folder: str | Path, depth: int) -> dict[str, torch.Tensor]:
             found |= read_stored(file, ("mtp.", behind))
     except OSError as error:
         raise ValueError(
-            f"the draft 'mtp' is a layer in the target's safetensors, and {str(folder)!r} is no folder or hub name with such files ({error}): "
-            "load the target from them"
+            f"the draft 'mtp' is a layer in the target's safetensors or its GGUF file, and {str(folder)!r} is no such file, and no folder or hub name with safetensors "
+            f"({error}): load the target from them"
         ) from error
     named = {}
     for name, tensor in found.items():

@@ -50,6 +50,10 @@ TENSORS = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.conv": "shortconv.conv",
     "conv.out_proj": "shortconv.out_proj",
+    "nextn.eh_proj": "nextn.eh_proj",
+    "nextn.enorm": "nextn.enorm",
+    "nextn.hnorm": "nextn.hnorm",
+    "nextn.norm": "nextn.shared_head_norm",
 }
 """The modules of a layer in transformers, and their names in files after ``blk.N.``."""
 

@@ -43,6 +43,9 @@ from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, from_
 
 _LAYER = re.compile(r"(?:blk|model\.layers)\.(\d+)\.")
 
+_NEXTN = "nextn."
+"""Before the names of an MTP layer's own modules, behind the number of the layer."""
+
 _ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 """The names of modules in transformers and in GGUF files."""
 
@@ -57,23 +60,79 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
     Raises:
         ValueError: it is damaged: the message names the tensor.
     """
-    config, row, stored = gguf_config(file), architecture_of(file), _dtype(file, dtype)
-    assert row is not None
+    fill = _Filler(file, dtype)
     used = {ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight"}
-    used |= _of_draft_head(file, config.num_hidden_layers)
-    source = replace(file, metadata={})  # the modules need no vocabulary
+    fill.used |= used | _of_draft_head(file, fill.config.num_hidden_layers)
+    model = filled(file.path, fill.config, fill.dtype, fill)
+    file.release_pages()  # of the scales
+    if has_blocks(model):
+        model._pipespec_file = fill.source  # for check_files()
+    if converted := sorted({tensor.type_name for tensor in file.tensors.values() if tensor.type in CONVERTED}):
+        warnings.warn(
+            f"{file.path}: matrices of the types {', '.join(converted)} are held in blocks of 4.5 to 6 bits per weight, for which there are kernels, with the same weights",
+            stacklevel=user_stacklevel(),
+        )
+    other = next((name for name in file.tensors if name not in fill.used), None)
+    if other is not None:
+        raise ValueError(f"{file.path}: tensor {other} has no place in a {fill.row.model_type} model")
+    ends = end_ids(file)
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
+    return model
 
-    def fill(name: str, module: nn.Module) -> nn.Module:
-        if (own := _special(file, name, module, config, stored, used, source)) is not None:
+
+def fill_draft_layer(file: GgufFile, parts: nn.Module) -> None:
+    """Put the weights of the first MTP layer of a file into a module, whose matrices stay in blocks where the file has them so.
+
+    Args:
+        file: of an architecture in the table.
+        parts: a :class:`pipespec.engine.mtp.MtpHead` on the meta device. Its modules are replaced; buffers are not touched.
+
+    Raises:
+        ValueError: the file has no such layer, or a tensor lacks or does not fit: the message names it.
+    """
+    fill = _Filler(file, "auto")
+    if not file.integer(f"{file.architecture}.{DRAFTING}", 0):
+        raise ValueError(f"{file.path} has no MTP layer: it names no {file.architecture}.{DRAFTING}")
+    at = f"model.layers.{fill.config.num_hidden_layers}."
+    for name, module in list(parts.named_modules()):
+        if module._parameters or module._buffers.keys() - module._non_persistent_buffers_set:
+            inner = name.removeprefix("layers.0.")
+            made = fill(f"{at}{inner}" if inner != name else f"{at}{_NEXTN}{name}", module)
+            parts.set_submodule(name, made)
+    file.release_pages()
+
+
+class _Filler:
+    """Gives modules the parameters that a file has for them, as :func:`pipespec.models.quantized.filled` asks for it.
+
+    Attributes:
+        config: of the model.
+        row: of its architecture.
+        dtype: of what is not in blocks.
+        used: names of the tensors that have been read.
+        source: the file without its vocabulary, which modules in blocks keep.
+    """
+
+    def __init__(self, file: GgufFile, dtype: torch.dtype | str) -> None:
+        found = architecture_of(file)
+        assert found is not None
+        self.file, self.row, self.config, self.dtype = file, found, gguf_config(file), _dtype(file, dtype)
+        self.used: set[str] = set()
+        self.source = replace(file, metadata={})
+
+    def __call__(self, name: str, module: nn.Module) -> nn.Module:
+        """The module of this name with its parameters, or the one in blocks that takes its place."""
+        file, row, config = self.file, self.row, self.config
+        own = _special(file, name, module, config, self.dtype, self.used, self.source)
+        if own is not None:
             return own
         # Files of LLaMA have the two rows of a rotation next to each other.
         part, inner = name.rpartition(".")[2], name.split(".", 3)[-1]
         counts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if row.pairs else {}
-        heads = counts.get(part, 0)
-        blocks, columns = None, columns_of(row, config, inner)
+        heads, blocks, columns = counts.get(part, 0), None, columns_of(row, config, inner)
         for leaf, parameter in _weights(module):
             at = _stored_name(file, name, leaf, row)
-            used.add(at)
+            self.used.add(at)
             tensor, order = _fitting(file, at, parameter.shape, f"{name}.{leaf}"), rows_of(row, config, inner, leaf)
             if tensor.type in FLOATS:
                 is_offset = "norm" in part and leaf == "weight" and not inner.startswith("linear_attn")
@@ -82,36 +141,20 @@ def model_of(file: GgufFile, dtype: torch.dtype | str = "auto") -> PreTrainedMod
                 floats = floats if order is None else floats[order]
                 floats = floats if columns is None else floats[:, columns]
                 floats = _logarithms(file, tensor, floats) if leaf == "A_log" else floats
-                made = floats.to(stored)
+                made = floats.to(self.dtype)
                 if leaf in module._parameters:
                     module._parameters[leaf] = nn.Parameter(made, requires_grad=False)
                 else:
                     module._buffers[leaf] = made
             elif len(tensor.shape) == 2:
-                blocks = _matrix(file, tensor, used)
+                blocks = _matrix(file, tensor, self.used)
                 blocks = blocks if order is None else blocks.rows(order)
             else:
                 raise ValueError(f"{file.path}: tensor {at} is quantised, and {name}.{leaf} is no matrix")
         if blocks is None:
             return module
-        made_of = in_blocks(module, blocks, heads, source)
+        made_of = in_blocks(module, blocks, heads, self.source)
         return made_of if columns is None else JoinedLinear([made_of], inputs=columns.argsort())
-
-    model = filled(file.path, config, stored, fill)
-    file.release_pages()  # of the scales
-    if has_blocks(model):
-        model._pipespec_file = source  # for check_files()
-    if converted := sorted({tensor.type_name for tensor in file.tensors.values() if tensor.type in CONVERTED}):
-        warnings.warn(
-            f"{file.path}: matrices of the types {', '.join(converted)} are held in blocks of 4.5 to 6 bits per weight, for which there are kernels, with the same weights",
-            stacklevel=user_stacklevel(),
-        )
-    other = next((name for name in file.tensors if name not in used), None)
-    if other is not None:
-        raise ValueError(f"{file.path}: tensor {other} has no place in a {row.model_type} model")
-    ends = end_ids(file)
-    model.generation_config.eos_token_id = ends if len(ends) > 1 else next(iter(ends), None)
-    return model
 
 
 def _special(
@@ -181,7 +224,7 @@ def _of_draft_head(file: GgufFile, layers: int) -> set[str]:
     found = {name for name in file.tensors if _layer_of(name) >= layers}
     if found:
         warnings.warn(
-            f"{file.path}: the tensors of {file.architecture}.{DRAFTING} are left out, which are those of a draft head",
+            f"{file.path}: the tensors of {file.architecture}.{DRAFTING} are left out of the model: they are those of an MTP layer, which the draft 'mtp' reads",
             stacklevel=user_stacklevel(),
         )
     return found
