@@ -55,6 +55,8 @@ help:
 env: $(DEV)
 
 # --- what users run ----------------------------------------------------------------------------------------------
+# It runs on the CPU: a first build leaves the CUDA module out, which takes longer than all the rest. `make native` adds it.
+demo: export PIPESPEC_CUDA ?= $(if $(wildcard pipespec_kernels/_cuda.*.so),auto,off)
 demo: $(RUNTIME) native
 	$(BIN)/pipespec demo
 
