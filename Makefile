@@ -42,9 +42,14 @@ help:
 	$(PIP) setuptools pybind11 cmake ninja
 	@touch $@
 
+# The compiler does not wait for the dependencies, nor they for it. Python compiles what it imports, not all of torch.
+DEPENDENCIES = $(shell $(PY) -c 'import tomllib; print(*map(repr, tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]))')
 .venv/runtime.stamp: .venv/tools.stamp pyproject.toml setup.py
-	@echo "installing the dependencies and building the native modules (the first time takes a minute or two)"
-	$(PIP) --no-build-isolation -e .
+	@echo "installing the dependencies, and building the native modules meanwhile (the first time takes a minute or two)"
+	@$(PY) setup.py -q build_ext --inplace & build=$$!; \
+	  $(PIP) -q --no-compile $(DEPENDENCIES); installed=$$?; \
+	  wait $$build && exit $$installed
+	$(PIP) -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 .venv/dev.stamp: .venv/tools.stamp pyproject.toml setup.py
@@ -55,6 +60,8 @@ help:
 env: $(DEV)
 
 # --- what users run ----------------------------------------------------------------------------------------------
+# It runs on the CPU: a first build leaves the CUDA module out, which takes longer than all the rest. `make native` adds it.
+demo: export PIPESPEC_CUDA ?= $(if $(wildcard pipespec_kernels/_cuda.*.so),auto,off)
 demo: $(RUNTIME) native
 	$(BIN)/pipespec demo
 

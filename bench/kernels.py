@@ -61,13 +61,13 @@ def measure(benchmark: Benchmark, device: str, quick: bool, copy: float | None) 
     make = functools.partial(benchmark.make, device)
     print(f"\n{benchmark.name}")
     heads = (*benchmark.axes, "dtype", "us", "GB/s", "of copy" if copy else "of read")
-    print("{:>4}{:>4}{:>8}  {:10}{:>10} {:>9}{:>9}   times ours".format(*heads))
+    print("{:>6}{:>7}{:>8}  {:10}{:>10} {:>9}{:>9}   times ours".format(*heads))
     for dtype, shape in itertools.product(benchmark.dtypes(device, quick), benchmark.shapes(device, quick)):
         copies = copies_for(benchmark.input_bytes(shape, dtype))
         if not copies:
             continue
         result = {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "copies": copies}
-        line = "{:4}{:4}{:8}  {:10}".format(*shape, result["dtype"])
+        line = "{:6}{:7}{:8}  {:10}".format(*shape, result["dtype"])
         try:
             result |= measure_one(make, shape, dtype, copies, 15 if quick and copy else 40)
         except Exception as error:

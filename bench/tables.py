@@ -243,19 +243,22 @@ def lines_of(rows: Sequence[Row]) -> list[list[str]]:
     return [["", *cells], *([label, *(c[i] for c in cells.values())] for i, label in enumerate(labels))]
 
 
-def footnotes(rows: Sequence[Row]) -> list[str]:
-    """The settings that won, remarks of rows, and the rows without figures with their reasons."""
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """The settings that won, and what rows say of their calls."""
     lines = []
     tuned = [f"{r.label}: {r.setting}" for r in rows if r.setting and r.reason is None]
     if tuned:
         lines.append(f"Best settings found: {'; '.join(tuned)}.")
-    lines += [f"{r.label}: {r.note}." for r in rows if r.note]
+    return lines + [f"{r.label}: {r.note}." for r in rows if r.note]
+
+
+def not_measured(rows: Sequence[Row]) -> list[str]:
+    """The rows without figures, by reason."""
     missing: dict[str, list[str]] = {}
     for r in rows:
         if r.reason:
             missing.setdefault(r.reason, []).append(r.label)
-    lines += [f"Not measured: {'; '.join(labels)} ({reason})." for reason, labels in missing.items()]
-    return lines
+    return [f"Not measured: {'; '.join(labels)} ({reason})." for reason, labels in missing.items()]
 
 
 def verdict(rows: Sequence[Row]) -> list[str]:
@@ -309,7 +312,11 @@ def text(record: dict[str, Any]) -> str:
     rows, parts = rows_of(record), []
     for name in dict.fromkeys(row.dataset for row in rows):
         some = [row for row in rows if row.dataset == name]
-        parts.append("\n".join(filter(None, [name, aligned(lines_of(some)), *verdict(some), *footnotes(some)])))
+        parts.append(
+            "\n".join(
+                filter(None, [name, aligned(lines_of(some)), *verdict(some), *remarks(some), *not_measured(some)])
+            )
+        )
     parts.append(caption(record))
     measured = (record["family"].get("planted") or {}).get("measured")
     if measured:
@@ -322,10 +329,10 @@ def text(record: dict[str, Any]) -> str:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The whole table for the documentation, and the lines below it."""
+    """The whole table for the documentation, and the lines below it. The remarks of rows, a part for each text, stay in the summary."""
     rows = rows_of(record)
     heads, *lines = lines_of(rows)
-    return "\n".join([markdown_table(heads, lines), "", *verdict(rows), *footnotes(rows), caption(record)])
+    return "\n".join([markdown_table(heads, lines), "", *verdict(rows), *not_measured(rows), caption(record)])
 
 
 def status(record: dict[str, Any]) -> int:

@@ -166,7 +166,7 @@ def test_a_system_that_fails_again_and_again_is_left_alone(trial: Trial) -> None
     assert [call for call in trial.measured() if call[0] == "right"] == [("right", 0), ("right", 1)]
     assert found["right"].reason == "ValueError: never"
     assert found["hf"].samples == 3
-    assert "Not measured: right (ValueError: never)." in tables.footnotes(list(found.values()))
+    assert "Not measured: right (ValueError: never)." in tables.not_measured(list(found.values()))
 
 
 def test_systems_that_cannot_start_or_hang_have_a_reason(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:

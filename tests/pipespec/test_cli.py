@@ -458,8 +458,8 @@ QUICK_DEMO = ["demo", "--quick", "--prompts", "1", "--new-tokens", "6", "--famil
 def test_demo(family, capsys):
     assert main([*QUICK_DEMO, str(family)]) == 0
     out = capsys.readouterr().out
-    assert "three models at once" in out
-    assert "workers, small + medium" in out
+    assert "drafts by an n-gram index and a model" in out
+    assert "pipespec, n-gram index + medium" in out
     assert "Every row generated the same text" in out
 
 

@@ -15,7 +15,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
         "demo", help="bundled models, real prompts, speed against generate()", description=run.__doc__
     )
     parser.set_defaults(command=run)
-    flag(parser, "quick", "seconds instead of a minute or more; the figures mean little")
+    flag(parser, "quick", "seconds instead of half a minute; the figures mean little")
     option(parser, "prompt", "FILE", str, "use this text as the prompt; - for standard input")
     option(parser, "prompts", "N", positive, "number of prompts to measure")
     option(parser, "new-tokens", "N", positive, "maximum number of new tokens per prompt")
@@ -24,7 +24,7 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stream the text of three bundled models that run at once. Then measure plain generate(), HuggingFace's assisted generation and
+    """Show an answer of the bundled target as its tokens are drafted and accepted. Then measure plain generate(), HuggingFace's assisted generation and
     pipespec. Exit code 1 if any texts differ."""
     text = None
     if args.prompt is not None:
