@@ -56,7 +56,15 @@ SOURCES: dict[str, tuple[str, ...]] = {
 }
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "head_training.json", "lengths.json", "quality.json", "spd_real.json"}
+MAY_BE_OLDER = {
+    "exact_long.json",
+    "gpu_h200.json",
+    "head.json",
+    "head_training.json",
+    "lengths.json",
+    "quality.json",
+    "spd_real.json",
+}
 """Files of hardware that is not at hand, of hours of training, and of an hour of texts or of reading: an older one is named, and is no failure."""
 
 
