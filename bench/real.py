@@ -188,11 +188,15 @@ class LlamaServer(System):
 
     def start(self, workload: Workload) -> None:
         super().start(workload)
+        self.serve(workload.threads)
+
+    def serve(self, threads: int) -> None:
+        """Start the process, and wait until it has read the model."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        command = [*self.command, "--port", str(port), "-t", str(workload.threads), "-tb", str(workload.threads)]
+        command = [*self.command, "--port", str(port), "-t", str(threads), "-tb", str(threads)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + START_SECONDS
         while not self._ready():
@@ -210,17 +214,21 @@ class LlamaServer(System):
 
     def run(self, ids: torch.Tensor, new_tokens: int, seed: int) -> Sample:
         """Seconds to the first token are those of the call less the server's own time of decoding."""
-        temperature = self.workload.sampling.get("temperature", 0.0)
-        body = {"prompt": ids[0].tolist(), "n_predict": new_tokens, "temperature": temperature}
+        begin = time.perf_counter()
+        found = self.complete(ids, new_tokens, self.workload.sampling.get("temperature", 0.0))
+        seconds = time.perf_counter() - begin
+        return of_tokens(found["tokens"], seconds - found["timings"]["predicted_ms"] / 1000, seconds)
+
+    def complete(self, ids: torch.Tensor, new_tokens: int, temperature: float = 0.0, **more: Any) -> dict[str, Any]:
+        """The server's answer to a prompt ``[1, S]``, with its own times. ``more``: further fields of the request."""
+        body = {"prompt": ids[0].tolist(), "n_predict": new_tokens, "temperature": temperature, **more}
         body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "cache_prompt": False, "return_tokens": True}
         request = urllib.request.Request(
             f"{self.url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        begin = time.perf_counter()
         with urllib.request.urlopen(request, timeout=600) as answer:
-            found = json.load(answer)
-        seconds = time.perf_counter() - begin
-        return of_tokens(found["tokens"], seconds - found["timings"]["predicted_ms"] / 1000, seconds)
+            found: dict[str, Any] = json.load(answer)
+        return found
 
     def close(self) -> None:
         if self._process is not None:

@@ -1,10 +1,10 @@
-"""Speed of popular models on files of their shapes, beside llama.cpp: ``python -m bench.shapes [--models NAME ...] [--llama PYTHON] [--json FILE]``
+"""Speed of popular models on files of their shapes, beside llama.cpp: ``python -m bench.shapes [--models NAME ...] [--llama BINARY] [--json FILE]``
 
 Each file has the tensors and types of the published one (Q4_K_M; gpt-oss MXFP4) with random blocks, and fewer layers where the whole model exceeds ``--gigabytes``: the table says so.
 It is written, measured and deleted, one after the other. A row has tokens/s of plain decoding of one text and of a prompt, medians of ``--repeats``, and the share of a plain read of the
 same threads that the bytes take which a token must read: all matrices, and of experts those that are chosen.
 
-``--llama`` is an interpreter that has the package xllamacpp: llama.cpp's server, which reads the same file with the same threads and tells its own times.
+``--llama`` is llama.cpp's server, which reads the same file with the same threads and tells its own times.
 """
 
 from __future__ import annotations
@@ -12,14 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +25,7 @@ import torch
 from bench.harness import markdown_table, read_bytes_per_second, save, seconds
 from bench.machine import describe, provenance
 from bench.products import matrix_of
-from bench.systems import stop
+from bench.real import LlamaServer
 from pipespec import Pipeline
 from pipespec_kernels.formats import FORMATS
 
@@ -278,50 +273,17 @@ def ours(path: Path, prompts: list[torch.Tensor], new_tokens: int) -> Speed:
     return found
 
 
-_SERVER = """
-import sys, time, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.port, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-params.hostnames, params.n_ctx, params.n_parallel = ["127.0.0.1"], 2048, 1
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-server = xllamacpp.Server(params)
-print("up", flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def _serving(python: Path, path: Path, threads: int) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(python), "-c", _SERVER, str(path), str(port), str(threads)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    try:
-        assert process.stdout is not None
-        if not process.stdout.readline():
-            raise RuntimeError(f"{python} does not serve {path}: run it with xllamacpp to see why")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        stop(process)
-
-
-def llama(python: Path, path: Path, prompts: list[torch.Tensor], new_tokens: int, threads: int) -> Speed:
+def llama(binary: Path, path: Path, prompts: list[torch.Tensor], new_tokens: int, threads: int) -> Speed:
     """Of llama.cpp's server, by its own times. The first prompt does not count."""
-    found = Speed([], [])
-    with _serving(python, path, threads) as url:
-        for i, ids in enumerate(prompts):
-            body = {"prompt": ids[0].tolist(), "n_predict": new_tokens, "temperature": 0.0, "ignore_eos": True}
-            body |= {"cache_prompt": False}
-            request = urllib.request.Request(
-                f"{url}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                times = json.load(answer)["timings"]
-            if i:
-                found.prompt.append(times["prompt_per_second"])
-                found.decoding.append(times["predicted_per_second"])
-    return found
+    server = LlamaServer("llama.cpp", binary, path)
+    try:
+        server.serve(threads)
+        answers = [server.complete(ids, new_tokens, ignore_eos=True)["timings"] for ids in prompts]
+    finally:
+        server.close()
+    return Speed(
+        [one["prompt_per_second"] for one in answers[1:]], [one["predicted_per_second"] for one in answers[1:]]
+    )
 
 
 def measured(shape: Shape, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -385,7 +347,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--llama", type=Path, help="an interpreter with xllamacpp")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's llama-server")
     parser.add_argument(
         "--gigabytes", type=float, default=2.8, help="most of a file; models in memory take as much again"
     )
