@@ -124,7 +124,7 @@ def _captured_stage(driver: GraphedDriver, i: int) -> Any:
             device, count = driver.models[-1].device, min(config.lookahead[i], WIDTH // 2)
             return make(config.drafts[i], *place, device=device, count=count)
     stage = make(driver._model_of(i), *place, native=config.native, exact=config.exact and is_target)
-    stage.kv_dtype = config.kv_dtype
+    stage.kept_in = driver.static_caches
     stage.needs_same_bits = is_target
     stage.keep_prefixes(config.prefix_cache)
     return stage
@@ -150,12 +150,12 @@ class GraphedDriver(Driver):
     """
 
     block: HostShadow
-    has_static_caches = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         # What is no model of transformers is where the target is, and its own attention is the one that its graphs need.
         self._whole = [model for model in models if isinstance(model, PreTrainedModel)]
         check_streams(self._whole)
+        self.static_caches = True if config.kv_dtype is None else getattr(torch, config.kv_dtype)
         self.on_gpu = self._runs_on_gpu(models)
         self._devices = [model.device for model in models]
         self._attention: BorrowedAttention | None = BorrowedAttention(self._whole)
