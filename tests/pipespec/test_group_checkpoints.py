@@ -341,6 +341,16 @@ def test_settings_that_are_not_supported_are_named(tmp_path, settings, words):
         load_model(tmp_path)
 
 
+def test_what_no_block_holds_is_left_to_packages_of_transformers(tmp_path, monkeypatch):
+    """Where they are installed."""
+    model = tiny("llama", LARGE)
+    save(model, tmp_path, quantization_config=GPTQ | {"bits": 3})
+    loaded = model, {"missing_keys": set()}
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *given, **options: loaded)
+    with pytest.warns(UserWarning, match="weights of 3 bits is not supported.* So transformers' own modules multiply"):
+        assert load_model(tmp_path) is model
+
+
 def tiny_scales(m):
     return m.gptq() | {"scales": m.scales.T.contiguous().bfloat16() * 2e-6}
 

@@ -283,9 +283,7 @@ def shortage_explained() -> Iterator[None]:
         raise
 
 
-def cache_bytes(
-    model: PreTrainedModel, rows: int, capacity: int, static: bool | torch.dtype = False
-) -> dict[str, int]:
+def cache_bytes(model: PreTrainedModel, rows: int, capacity: int, static: bool | torch.dtype = False) -> dict[str, int]:
     """Bytes of the caches of a model on each device, for ``rows`` texts of ``capacity`` positions. ``static``: as of :class:`pipespec.engine.cache.RowCache`."""
     layout, dtype = CacheLayout.of(model.config, local_kv_heads(model)), compute_dtype(model)
     shares = LayerDevices.of(model).shares()
@@ -295,9 +293,7 @@ def cache_bytes(
             return static
         return dtype if static else kv_dtype(model.config, dtype, device)
 
-    return {
-        str(device): layout.bytes_for(rows, capacity, kept_in(device), layers) for device, layers in shares.items()
-    }
+    return {str(device): layout.bytes_for(rows, capacity, kept_in(device), layers) for device, layers in shares.items()}
 
 
 def check_memory(
