@@ -273,12 +273,15 @@ class GraphedDriver(Driver):
 
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
-        draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
+        *drafts, _ = self._stages
+        draft_inputs = request.inputs
+        if drafts:
+            draft_inputs = replace(draft_inputs, sampling_params=pickle.loads(request.draft_sampling_params))
         # What is allocated here also serves later calls, in any inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            for stage in self._stages[:-1]:
+            for stage in drafts:
                 try:
                     stage.prepare(draft_inputs)
                 except Exception as error:
