@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -114,6 +115,10 @@ class Source(NamedTuple):
         return self.kept.held[self.row] - self.same
 
 
+_FRESH = 0.1
+"""Seconds for which a measurement of free memory holds: a call asks twice, and the control groups' files take a tenth of its time on the host."""
+
+
 class PrefixStore:
     """The kept texts of one model, the last used one last.
 
@@ -128,6 +133,7 @@ class PrefixStore:
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
         self.texts: list[KeptText] = []
+        self._measured: tuple[float, int] | None = None
         self.spare: RowCache | None = None
 
     def clear(self) -> None:
@@ -208,8 +214,11 @@ class PrefixStore:
     def _budget(self, held: int, device: torch.device) -> int:
         if self.budget is not None:
             return self.budget
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
-        return (free + held) // SHARE
+        now = time.monotonic()
+        if self._measured is None or now > self._measured[0] + _FRESH:
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
+            self._measured = now, free
+        return (self._measured[1] + held) // SHARE
 
 
 HOST = "cpu"
