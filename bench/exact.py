@@ -4,7 +4,8 @@ The plain text of each prompt, decoded alone, is compared with the text of every
 the beginning of another text. Every other prompt is sampled, with a seed. Targets are the bundled one in each weight format, and the GGUF files in FOLDER,
 whose drafts are the smaller files with their tokenizer. A text that differs is listed with the position of its first other token; the exit status is then 1.
 
-On a GPU models have 16 bits, or weights in tiles, and all ways are captured steps. Batches are of so few rows that a step has at most 16 columns: those have the bits of one.
+On a GPU models have 16 bits, or weights in tiles, and all ways are captured steps. Batches are of so few rows that a step has at most 16 columns: those have the bits of one. The library's
+products over their prompts have not, so batches are decoded with ``exact=True``, and so is the text that theirs is compared with.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def captured_ways(drafts: Sequence[Any]) -> list[Way]:
             Way("streams", best, {"schedule": STREAMS.name, "lookahead": 4}, rows=2),
             Way("default", best, {"schedule": LOCKSTEP.name}),
         ]
-    return [way._replace(options=way.options | {"graphs": True}) for way in found]
+    return [way._replace(options=way.options | {"graphs": True, "exact": way.rows > 1}) for way in found]
 
 
 def prompts_of(tokenizer: Any, count: int, seed: int) -> list[torch.Tensor]:
@@ -144,18 +145,21 @@ def texts(pipe: Pipeline, prompts: Sequence[torch.Tensor], way: Way, tokens: int
 def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int, captured: bool = False) -> list[dict[str, Any]]:
     """Per way: texts, equal texts, and where the others differ first. ``captured``: all of them in captured steps."""
     threads = torch.get_num_threads()
-    with Pipeline(case.target, schedule=PLAIN.name, weights=case.weights, graphs=captured or None) as pipe:
-        plain = list(texts(pipe, prompts, Way("plain", [], {}), tokens))
-        form = pipe.report.stages[-1].forward if pipe.report else ""
-        target = pipe.target
-    rows = []
+    target, weights, plain, form = case.target, case.weights, dict[bool, list[list[int]]](), ""
+    for exact in (False, True)[: 1 + captured]:
+        options: dict[str, Any] = {"graphs": True, "exact": exact} if captured else {}
+        with Pipeline(target, schedule=PLAIN.name, weights=weights, **options) as pipe:
+            plain[exact] = list(texts(pipe, prompts, Way("plain", [], {}), tokens))
+            form = form or (pipe.report.stages[-1].forward if pipe.report else "")
+            target, weights = pipe.target, None
+    rows, count = [], len(prompts)
     for way in (captured_ways if captured else ways)(case.drafts):
         torch.set_num_threads(way.threads or threads)
         drafted = 0
         try:
             with Pipeline(target, way.drafts, **way.options) as pipe:
-                others = []
-                for i, (expected, found) in enumerate(zip(plain, texts(pipe, prompts, way, tokens), strict=True)):
+                others, wanted = [], plain[way.options.get("exact", False)]
+                for i, (expected, found) in enumerate(zip(wanted, texts(pipe, prompts, way, tokens), strict=True)):
                     at = next(
                         (k for k, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]), None
                     )
@@ -169,12 +173,12 @@ def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int, captured: 
                 "target": case.name,
                 "forward": form,
                 "way": way.name,
-                "texts": len(plain),
-                "equal": len(plain) - len(others),
+                "texts": count,
+                "equal": count - len(others),
             }
             | {"others": others, "drafted_in_last_call": drafted}
         )
-        print(f"{case.name}: {way.name}: {rows[-1]['equal']} of {len(plain)}", file=sys.stderr, flush=True)
+        print(f"{case.name}: {way.name}: {rows[-1]['equal']} of {count}", file=sys.stderr, flush=True)
     return rows
 
 
