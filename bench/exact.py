@@ -1,8 +1,11 @@
-"""Is the speculative text the plain text, bit for bit? ``python -m bench.exact [--models FOLDER] [--prompts N] [--json FILE] [--quick]``
+"""Is the speculative text the plain text, bit for bit? ``python -m bench.exact [--models FOLDER] [--device cuda] [--prompts N] [--json FILE] [--quick]``
 
 The plain text of each prompt, decoded alone, is compared with the text of every way to decode it: schedules, drafts, batches, threads, caches that hold
 the beginning of another text. Every other prompt is sampled, with a seed. Targets are the bundled one in each weight format, and the GGUF files in FOLDER,
 whose drafts are the smaller files with their tokenizer. A text that differs is listed with the position of its first other token; the exit status is then 1.
+
+On a GPU models have 16 bits, or weights in tiles, and all ways are captured steps. Batches are of so few rows that a step has at most 16 columns: those have the bits of one. The library's
+products over their prompts have not, so batches are decoded with ``exact=True``, and so is the text that theirs is compared with.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from pipespec.checks.tokenizers import tokenizer_digest
 from pipespec.demo import family_path
 from pipespec.models.loading import load_model
 from pipespec.models.tokenizers import load_tokenizer
-from pipespec.registry import LOCKSTEP, PLAIN, WORKERS
+from pipespec.registry import LOCKSTEP, PLAIN, STREAMS, WORKERS
 
 RESULTS = Path(__file__).parent / "results" / "exact.json"
-FORMATS = ("float32", "int8", "q8_0", "q6_k", "q5_k", "q5_0", "q4_k", "q4_1", "q4_0")
+BLOCKS = ("q8_0", "q6_k", "q5_k", "q5_0", "q4_k", "q4_1", "q4_0")
+FORMATS = {"cpu": ("float32", "int8", *BLOCKS), "cuda": ("bfloat16", *BLOCKS)}
+"""By device, those of the bundled target. The first one is its dtype, in which it stays."""
 
 
 class Way(NamedTuple):
@@ -75,6 +80,26 @@ def ways(drafts: Sequence[Any]) -> list[Way]:
     return found
 
 
+def captured_ways(drafts: Sequence[Any]) -> list[Way]:
+    """The ways on a GPU, the default one last."""
+    best = list(drafts[-1:])
+    found = [
+        Way("plain, batch", [], {"schedule": PLAIN.name}, rows=5),
+        Way("plain, cache kept", [], {"schedule": PLAIN.name}, reuse=True),
+        Way("n-gram", ["ngram"], {"schedule": LOCKSTEP.name, "lookahead": 5}),
+    ]
+    if best:
+        found += [
+            Way("rounds", best, {"schedule": LOCKSTEP.name, "lookahead": 5}),
+            Way("rounds, batch", best, {"schedule": LOCKSTEP.name, "lookahead": 3}, rows=4),
+            Way("rounds, cache kept", best, {"schedule": LOCKSTEP.name, "lookahead": 4}, reuse=True),
+            Way("draft and n-gram", [*best, "ngram"], {"schedule": LOCKSTEP.name, "lookahead": 4}, rows=3),
+            Way("streams", best, {"schedule": STREAMS.name, "lookahead": 4}, rows=2),
+            Way("default", best, {"schedule": LOCKSTEP.name}),
+        ]
+    return [way._replace(options=way.options | {"graphs": True, "exact": way.rows > 1}) for way in found]
+
+
 def prompts_of(tokenizer: Any, count: int, seed: int) -> list[torch.Tensor]:
     """Pieces of this package's sources, int64 ``[n]``, of 4 to 200 tokens."""
     files = sorted(Path(pipespec.__file__).parent.rglob("*.py"))
@@ -95,6 +120,7 @@ def decode(pipe: Pipeline, prompts: Sequence[torch.Tensor], numbers: Sequence[in
     mask = torch.zeros_like(ids)
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+    ids, mask = ids.to(pipe.target.device), mask.to(pipe.target.device)
     how: dict[str, Any] = {"do_sample": False}
     if numbers[0] % 2:
         how = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0, "seed": list(numbers)}
@@ -116,21 +142,24 @@ def texts(pipe: Pipeline, prompts: Sequence[torch.Tensor], way: Way, tokens: int
     return (found[i] for i in range(len(prompts)))
 
 
-def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int) -> list[dict[str, Any]]:
-    """Per way: texts, equal texts, and where the others differ first."""
+def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int, captured: bool = False) -> list[dict[str, Any]]:
+    """Per way: texts, equal texts, and where the others differ first. ``captured``: all of them in captured steps."""
     threads = torch.get_num_threads()
-    with Pipeline(case.target, schedule=PLAIN.name, weights=case.weights) as pipe:
-        plain = list(texts(pipe, prompts, Way("plain", [], {}), tokens))
-        form = pipe.report.stages[-1].forward if pipe.report else ""
-        target = pipe.target
-    rows = []
-    for way in ways(case.drafts):
+    target, weights, plain, form = case.target, case.weights, dict[bool, list[list[int]]](), ""
+    for exact in (False, True)[: 1 + captured]:
+        options: dict[str, Any] = {"graphs": True, "exact": exact} if captured else {}
+        with Pipeline(target, schedule=PLAIN.name, weights=weights, **options) as pipe:
+            plain[exact] = list(texts(pipe, prompts, Way("plain", [], {}), tokens))
+            form = form or (pipe.report.stages[-1].forward if pipe.report else "")
+            target, weights = pipe.target, None
+    rows, count = [], len(prompts)
+    for way in (captured_ways if captured else ways)(case.drafts):
         torch.set_num_threads(way.threads or threads)
         drafted = 0
         try:
             with Pipeline(target, way.drafts, **way.options) as pipe:
-                others = []
-                for i, (expected, found) in enumerate(zip(plain, texts(pipe, prompts, way, tokens), strict=True)):
+                others, wanted = [], plain[way.options.get("exact", False)]
+                for i, (expected, found) in enumerate(zip(wanted, texts(pipe, prompts, way, tokens), strict=True)):
                     at = next(
                         (k for k, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]), None
                     )
@@ -144,36 +173,41 @@ def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int) -> list[di
                 "target": case.name,
                 "forward": form,
                 "way": way.name,
-                "texts": len(plain),
-                "equal": len(plain) - len(others),
+                "texts": count,
+                "equal": count - len(others),
             }
             | {"others": others, "drafted_in_last_call": drafted}
         )
-        print(f"{case.name}: {way.name}: {rows[-1]['equal']} of {len(plain)}", file=sys.stderr, flush=True)
+        print(f"{case.name}: {way.name}: {rows[-1]['equal']} of {count}", file=sys.stderr, flush=True)
     return rows
 
 
-def bundled(formats: Sequence[str]) -> Iterator[Case]:
+def bundled(formats: Sequence[str], device: str) -> Iterator[Case]:
     """The bundled target in each format, with the bundled drafts."""
-    tokenizer = load_tokenizer(family_path("target"))
+    tokenizer, dtype = load_tokenizer(family_path("target")), FORMATS[device][0]
     for name in formats:
-        target = load_model(family_path("target"), dtype="float32")
-        drafts = [load_model(family_path(draft), dtype="float32") for draft in ("small", "medium")]
-        yield Case(f"bundled, {name}", target, drafts, tokenizer, None if name == "float32" else name)
+        target, *drafts = (
+            load_model(family_path(part), dtype=dtype, device=device) for part in ("target", "small", "medium")
+        )
+        yield Case(f"bundled, {name}", target, drafts, tokenizer, None if name == dtype else name)
 
 
-def in_folder(folder: Path) -> Iterator[Case]:
+def in_folder(folder: Path, device: str) -> Iterator[Case]:
     """The GGUF files of a folder."""
     files = sorted(folder.glob("*.gguf"), key=lambda file: file.stat().st_size)
     digests = {file: tokenizer_digest(file, None) for file in files}
     for i, file in enumerate(files):
         drafts = [other for other in files[:i] if digests[other] == digests[file]]
-        yield Case(file.name, str(file), [str(draft) for draft in drafts], load_tokenizer(file))
+        given: list[Any] = [str(path) for path in (*drafts, file)]
+        if device != "cpu":
+            given = [load_model(path, device=device) for path in given]
+        yield Case(file.name, given[-1], given[:-1], load_tokenizer(file))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.exact", description=__doc__)
     parser.add_argument("--models", type=Path, help="a folder with GGUF files")
+    parser.add_argument("--device", choices=list(FORMATS), default="cpu", help="default: %(default)s")
     parser.add_argument("--formats", nargs="*", default=None, help="weight formats of the bundled target")
     parser.add_argument("--prompts", type=int, help="per bundled target")
     parser.add_argument("--real-prompts", type=int, help="per GGUF file")
@@ -182,15 +216,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, help=f"where the counts go, for example {RESULTS}")
     options = parser.parse_args(arguments)
     choose_sizes(options, prompts=(100, 6), real_prompts=(8, 2), tokens=(64, 24))
-    formats = FORMATS if options.formats is None else options.formats
+    formats = FORMATS[options.device] if options.formats is None else options.formats
     rows: list[dict[str, Any]] = []
     record = {"benchmark": "exact", "machine": provenance(), "tokens": options.tokens, "rows": rows}
     for cases, count in (
-        (bundled(formats), options.prompts),
-        (in_folder(options.models) if options.models else (), options.real_prompts),
+        (bundled(formats, options.device), options.prompts),
+        (in_folder(options.models, options.device) if options.models else (), options.real_prompts),
     ):
         for case in cases:
-            rows += compare(case, prompts_of(case.tokenizer, count, seed=1), options.tokens)
+            prompts = prompts_of(case.tokenizer, count, seed=1)
+            rows += compare(case, prompts, options.tokens, captured=options.device != "cpu")
             save(options.json, record)
     print(
         markdown_table(

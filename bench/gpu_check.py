@@ -54,6 +54,9 @@ DEVICE_TESTS = (
 )
 """Tests that CI runs on a CPU, whose models and prompts lie on the GPU here."""
 
+EXACT = ("bfloat16", "q4_k", "q8_0")
+"""Formats of the bundled target whose texts are compared, bit for bit, over all captured ways."""
+
 ON_DEVICE = (("PIPESPEC_TEST_DEVICE", "cuda"),)
 """Models of tests for any device lie on the GPU."""
 
@@ -154,6 +157,12 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
         _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
         Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 150, required=False, call="figures"),
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
+        Part(
+            "exact",
+            ("-m", "bench.exact", "--device", "cuda", "--quick", "--formats", *EXACT, "--json", "{file}"),
+            60,
+            required=False,
+        ),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE, call="known"),
         # Compilation takes longer than bench.run allows of a time limit.
@@ -232,6 +241,8 @@ def has_passed(part: Part, found: dict[str, Any]) -> bool:
     if part.is_tests:
         is_empty = found["status"] == 5 and not part.required  # pytest's status where it has collected no test
         return (found["status"] == 0 and found.get("tests", {}).get("passed", 0) > 0) or is_empty
+    if found.get("benchmark") == "exact":
+        return found["status"] == 0
     if "rows" in found:
         return found["status"] == 0 and any(row.get("tokens_per_second") for row in found["rows"])
     measured = found.get("results", []) + list(found.get("figures", {}).values())
@@ -248,6 +259,9 @@ def show(part: Part, found: dict[str, Any]) -> None:
     for line in found.get("by_modules", ()):
         print(f"    {line}")
     for row in found.get("rows", ()):
+        if "equal" in row:
+            print(f"    {row['target']}: {row['way']}: {row['equal']} of {row['texts']} texts are equal")
+            continue
         speed = row.get("tokens_per_second")
         print(f"    {row['label']:50}" + (f"{speed:9.1f} tokens/s" if speed else f" ({row.get('reason')})"))
     for result in found.get("results", ()):

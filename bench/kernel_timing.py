@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, pstdev
 from typing import Any
 
 import torch
@@ -121,17 +121,24 @@ def measure_on_cpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, r
                 times[name].append(seconds(call, next(used) % copies))
         times["read"].append(seconds(pieces[i % (len(pieces) - 1 or 1)].sum))
     medians = {name: 1e6 * median(found) for name, found in times.items()}
+    deviations = {name: 1e6 * pstdev(found) for name, found in times.items()}
     us = medians["ours"]
     return {
         "repeats": len(times["ours"]),
         "us": us,
+        "deviation_us": deviations["ours"],
         "best_us": min(times["ours"]) * 1e6,
         "bytes": case.bytes_moved,
         "gb_per_s": case.bytes_moved / us / 1e3,
         "read_gb_per_s": case.bytes_moved / medians["read"] / 1e3,
         "fraction_of_read": medians["read"] / us,
         "rivals": {
-            name: {"us": medians[name], "repeats": len(times[name]), "times_ours": medians[name] / us}
+            name: {
+                "us": medians[name],
+                "deviation_us": deviations[name],
+                "repeats": len(times[name]),
+                "times_ours": medians[name] / us,
+            }
             for name in case.rivals
         },
     }
@@ -151,8 +158,8 @@ def gpu_copies(nbytes: int) -> int:
     return max(2, min(256, -(-2 * properties.L2_cache_size // nbytes) + 1, MAX_BYTES // nbytes))
 
 
-def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
-    """Return the median microseconds of a call, and whether it was captured."""
+def time_call(call: Call, copies: int, repeats: int) -> dict[str, Any]:
+    """Return the median microseconds of a call, their standard deviation, and whether it was captured."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compiles, and fills caches, on a stream that may be captured afterwards
@@ -176,21 +183,22 @@ def time_call(call: Call, copies: int, repeats: int) -> tuple[float, bool]:
         captured = False
     else:
         run, captured = graph.replay, True
-    return median(repeated(run, repeats, "cuda", warm_up=2)) * 1e6 / copies, captured
+    us = [1e6 * found / copies for found in repeated(run, repeats, "cuda", warm_up=2)]
+    return {"us": median(us), "deviation_us": pstdev(us), "captured": captured}
 
 
 def measure_on_gpu(make: Maker, shape: Shape, dtype: torch.dtype, copies: int, repeats: int) -> dict[str, Any]:
     """The times of a case and of its rivals, each of which may fail: out of memory, launch."""
     case = make(shape, dtype, copies)
-    us, captured = time_call(case.ours, copies, repeats)
+    ours = time_call(case.ours, copies, repeats)
     rivals: dict[str, dict[str, Any]] = {}
     for name, rival in case.rivals.items():
         try:
-            rival_us, rival_captured = time_call(rival, copies, max(5, repeats // 4))
+            timed = time_call(rival, copies, max(5, repeats // 4))
         except Exception as error:
             rivals[name] = {"error": f"{type(error).__name__}: {error}"}
             torch.cuda.empty_cache()
             continue
-        rivals[name] = {"us": rival_us, "captured": rival_captured, "times_ours": rival_us / us}
+        rivals[name] = timed | {"times_ours": timed["us"] / ours["us"]}
     moved = case.bytes_moved
-    return {"us": us, "captured": captured, "bytes": moved, "gb_per_s": moved / us / 1e3, "rivals": rivals}
+    return ours | {"bytes": moved, "gb_per_s": moved / ours["us"] / 1e3, "rivals": rivals}

@@ -1,14 +1,16 @@
-"""The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE]``
+"""The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE] [--csv FILE]``
 
 ``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch. ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands next to it. A star: the
-call was not in a graph. A shape that does not fit the memory is left out. Exit status 1: a shape failed.
+call was not in a graph. A shape that does not fit the memory is left out. The CSV file has a row for ours and each rival: median, standard deviation, and the command that measures it. Exit status 1: a shape failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +48,8 @@ def run(benchmarks: Sequence[Benchmark], options: argparse.Namespace) -> int:
         for result in measure(benchmark, options.device, options.quick, info.get("copy_gb_per_s")):
             results.append({"benchmark": benchmark.name} | result)
             save(options.json, {"machine": info, "results": results})
+            if options.csv:
+                write_csv(options.csv, results, options.device)
     if options.json:
         print(f"written to {options.json}")
     return sum("error" in result for result in results)
@@ -88,6 +92,23 @@ def measure(benchmark: Benchmark, device: str, quick: bool, copy: float | None) 
             torch.cuda.empty_cache()  # raises if an error has destroyed the context
 
 
+def write_csv(path: Path, results: Sequence[dict[str, Any]], device: str) -> None:
+    """Write what has been measured, a row for each contender."""
+    rows: list[tuple[Any, ...]] = []
+    for result in results:
+        command = f"python -m bench.kernels --device {device} --only {json.dumps(result['benchmark'])}"
+        shape = "x".join(map(str, result["shape"]))
+        for name, timed in {"pipespec": result, **result.get("rivals", {})}.items():
+            if "error" not in timed:
+                rate = result["bytes"] / timed["us"] / 1e3
+                figures = (f"{number:.3f}" for number in (timed["us"], timed["deviation_us"], rate))
+                rows.append((result["benchmark"], shape, result["dtype"], name, *figures, command))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(("kernel", "shape", "dtype", "contender", "median_us", "deviation_us", "gb_per_s", "command"))
+        table.writerows(rows)
+
+
 def mark(timed: dict[str, Any]) -> str:
     return " " if timed.get("captured", True) else "*"
 
@@ -100,6 +121,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some of: {', '.join(names)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on the CPU; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--csv", type=Path, help="and here, a row for each contender")
     options = parser.parse_args()
     chosen = [b for b in BENCHMARKS if b.name in (options.only or names)]
     sys.exit(1 if run(chosen, options) else 0)

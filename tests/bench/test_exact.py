@@ -16,6 +16,14 @@ def test_no_text_differs(tmp_path, capsys):
     assert "24 of 24 texts are the plain text" in capsys.readouterr().out
 
 
+def test_no_captured_text_differs(monkeypatch):
+    """As on a GPU, but that the models lie on the CPU."""
+    real = exact.load_model
+    monkeypatch.setattr(exact, "load_model", lambda path, *, dtype, device: real(path, dtype="float32"))
+    monkeypatch.setitem(exact.FORMATS, "cuda", ("float32",))
+    assert exact.main(["--device", "cuda", "--prompts", "4", "--tokens", "12"]) == 0
+
+
 def test_a_text_that_differs_is_counted(monkeypatch, capsys):
     real = exact.texts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import sys
@@ -101,7 +102,8 @@ def test_a_table_on_the_cpu(
     monkeypatch.setattr(layer_cases, "CPU_SHAPES", [(2, 3, 40)])
     monkeypatch.setattr(kernel_timing, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(kernel_timing, "SECONDS_PER_CASE", 0.0)
-    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", "--json", str(tmp_path / "out.json")])
+    files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
+    monkeypatch.setattr(sys, "argv", ["x", "--quick", "--threads", "1", *files])
     with pytest.raises(SystemExit) as end:
         kernels.main()
     assert end.value.code == 0
@@ -115,6 +117,11 @@ def test_a_table_on_the_cpu(
         assert r["us"] > 0
         assert r["repeats"] == 3
         assert r["gb_per_s"] == pytest.approx(r["bytes"] / r["us"] / 1e3)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == sum(1 + len(r["rivals"]) for r in written["results"])
+    assert rows[0]["command"] == f'python -m bench.kernels --device cpu --only "{rows[0]["kernel"]}"'
+    assert all(float(row["median_us"]) > 0 and float(row["deviation_us"]) >= 0 for row in rows)
     assert "eager" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["x", "--only", "nothing"])
     with pytest.raises(SystemExit) as end:

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
 from pipespec import NgramDraft, Pipeline, attach, trust
+from pipespec.checks.devices import cache_bytes
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing
@@ -199,7 +200,11 @@ def test_keys_and_values_in_8_bits(gpu, how):
         with Pipeline(model, drafts, kv_dtype="float8_e4m3fn", **HOW[how]) as pipe:
             found = texts(pipe)
             for stage in pipe._driver.stages:
-                assert stage.buffers.cache.dtype == torch.float8_e4m3fn
+                cache = stage.buffers.cache
+                assert cache.dtype == torch.float8_e4m3fn
+                # As the memory of a call is checked.
+                counted = cache_bytes(stage.model, cache.rows, cache.capacity, pipe._driver.static_caches)
+                assert counted == cache.nbytes_on()
                 assert stage.form == "fused"
             assert pipe.config.kv_dtype == "float8_e4m3fn"
         with Pipeline(copy.deepcopy(model), kv_dtype="float8_e4m3fn", prefix_cache=0, **HOW["plain"]) as alone:
@@ -261,7 +266,7 @@ def test_a_layer_is_five_nodes(gpu, how, rows):
     clean(gpu)
 
 
-@pytest.mark.parametrize("place", ["alone", "before a draft", "behind a draft"])
+@pytest.mark.parametrize("place", ["alone", "before a draft", "behind a draft", "behind a draft, without a match"])
 def test_what_an_index_finds_in_replays(gpu, place):
     """In a corpus that is the text itself, alone and where the model next to it is always wrong or always right."""
     model = random_llama(7)
@@ -273,6 +278,7 @@ def test_what_an_index_finds_in_replays(gpu, place):
         "alone": [index],
         "before a draft": [index, noisy(model, 0.0)],
         "behind a draft": [random_llama(8), index],
+        "behind a draft, without a match": [noisy(model, 0.0), NgramDraft(min_match=32, max_match=32)],
     }
     with gpu.watching(), warnings.catch_warnings(action="error"):
         pipe = Pipeline(model, drafts[place], schedule="lockstep", graphs=True, lookahead=4)

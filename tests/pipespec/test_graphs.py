@@ -541,10 +541,10 @@ def test_static_caches_that_do_not_fit(model, gpu, monkeypatch, how):
     """The call runs over caches that grow, with a warning, and the next one that fits is captured again."""
     check_memory = base.check_memory
 
-    def little(models, *, is_static, limit, **rest):
-        if is_static and limit > 100:
+    def little(models, *, static, limit, **rest):
+        if static and limit > 100:
             raise DoesNotFit("the stages need 9 GiB on cuda:0")
-        check_memory(models, is_static=is_static, limit=limit, **rest)
+        check_memory(models, static=static, limit=limit, **rest)
 
     monkeypatch.setattr(base, "check_memory", little)
     with chain(model, **how) as pipe:

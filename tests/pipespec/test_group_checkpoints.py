@@ -330,7 +330,6 @@ def test_what_is_damaged_or_does_not_fit_is_named(tmp_path, change, words):
         (GPTQ | {"checkpoint_format": "marlin"}, "in the format 'marlin'"),
         (AWQ | {"version": "gemv"}, "checkpoint of awq in the format 'gemv' with weights of 4 bits"),
         (compressed("naive-quantized", 8), "format 'naive-quantized' with weights of 8 bits"),
-        (FP8 | {"fmt": "e5m2"}, "checkpoint of fp8 in the format 'e5m2'"),
         (compressed(bits=3), "weights of 3 bits"),
         (compressed() | {"transform_config": {"config_groups": {"R1": {}}}}, r"inputs are rotated .*transform_config"),
     ],
@@ -339,6 +338,20 @@ def test_settings_that_are_not_supported_are_named(tmp_path, settings, words):
     save(tiny("llama", LARGE), tmp_path, quantization_config=settings)
     with pytest.raises(ValueError, match=words):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [(GPTQ | {"bits": 3}, "weights of 3 bits"), (FP8 | {"fmt": "e5m2"}, "checkpoint of fp8 in the format 'e5m2'")],
+)
+def test_what_no_block_holds_is_left_to_packages_of_transformers(tmp_path, monkeypatch, settings, words):
+    """Where they are installed."""
+    model = tiny("llama", LARGE)
+    save(model, tmp_path, quantization_config=settings)
+    loaded = model, {"missing_keys": set()}
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *given, **options: loaded)
+    with pytest.warns(UserWarning, match=f"{words}.* is not supported.* So transformers' own modules multiply"):
+        assert load_model(tmp_path) is model
 
 
 def tiny_scales(m):

@@ -42,6 +42,18 @@ def test_caches_are_counted_to_the_byte(model, rows, capacity):
         assert cache_bytes(stage, rows, capacity) == RowCache.for_model(stage, rows, capacity).nbytes_on()
 
 
+@pytest.mark.parametrize("static", [False, True, torch.float8_e4m3fn], ids=str)
+def test_static_caches_are_counted_in_their_dtype(static):
+    """As those of a model in blocks, which keeps bfloat16 on a CPU where a cache is not static."""
+    model = random_llama(1)
+    model.config.kv_dtype = "bfloat16"
+    if static:
+        model.set_attn_implementation("pipespec")
+    cache = RowCache.for_model(model, 2, 96, static=static)
+    assert cache.dtype == {False: torch.bfloat16, True: torch.float32}.get(static, static)
+    assert cache_bytes(model, 2, 96, static) == cache.nbytes_on()
+
+
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 2048), (2, 1024), (3, 682), (4, 512), (64, 512)])
 def test_a_gpu_reads_prompts_in_wider_parts(rows, tokens):
     assert (prefill_chunk(rows, "cpu"), prefill_chunk(rows, "cuda:0")) == (512, tokens)
@@ -82,8 +94,8 @@ def test_the_caches_of_a_call_must_fit_beside_what_is_there(model, monkeypatch):
     with pytest.raises(DoesNotFit, match="2 x 1000000 positions"):  # more than the device has
         check(first, limit=1_000_000)
     with pytest.raises(DoesNotFit, match="131136 positions"):  # static caches need the last capacity, rounded up
-        check(first, is_static=True)
-    check(2 * GIB, total=4 * GIB, is_static=True)
+        check(first, static=True)
+    check(2 * GIB, total=4 * GIB, static=True)
 
     def release():
         nonlocal free

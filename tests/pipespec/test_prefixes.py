@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,17 +385,37 @@ def test_weights_that_come_back_do_not_vouch_for_a_text_between(first):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_sums_of_weights_on_other_devices(dtype, monkeypatch):
     """Each word counts, and so does its place."""
-    monkeypatch.setattr(prefixes, "PART", 16)
-    values = torch.arange(1, 251).to(dtype)
-    before = prefixes.sum_of(values)
+    monkeypatch.setattr(prefixes, "COLUMNS", 7)
+    other, values = torch.ones(3), torch.arange(1, 251).to(dtype)
+
+    def sums(tensor):
+        return prefixes.sums_of([prefixes.words_of(other), prefixes.words_of(tensor)])
+
+    before = sums(values)
     for i in (0, 17, 249):
         changed = values.clone()
         changed[i] += 8
-        assert not torch.equal(prefixes.sum_of(changed), before)
+        assert not torch.equal(sums(changed), before)
     swapped = values.clone()
     swapped[[0, 8]] = values[[8, 0]]
-    assert not torch.equal(prefixes.sum_of(swapped), before)
-    assert torch.equal(prefixes.sum_of(values.clone()), before)
+    assert not torch.equal(sums(swapped), before)
+    assert torch.equal(sums(values.clone()), before)
+
+
+def test_weights_on_other_devices_are_compared(monkeypatch):
+    """By their sums, which are made where they are. The model stands for one on such a device."""
+    model, token, watch = random_llama(7), object(), prefixes.WeightWatch()
+    monkeypatch.setattr(
+        prefixes, "Checksums", lambda tensors: SimpleNamespace(agree=lambda: True, rest_agrees=lambda: True)
+    )
+    monkeypatch.setattr(prefixes, "HOST", "another")
+    first = watch.version(model, token)
+    assert watch.version(model, token) is first
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 1
+    second = watch.version(model, token)
+    assert second is not first
+    assert watch.version(model, token) is second
+    assert watch.version(model, object()) is not second
 
 
 def test_settings_of_products_count_where_bits_depend_on_them(target):

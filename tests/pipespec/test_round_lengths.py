@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from pipespec import Pipeline
+from pipespec import NgramDraft, Pipeline
 from pipespec.schedules.graphs.rounds import LENGTHS, RoundLengths
 from tests.conftest import noisy, random_llama, random_prompts
 
@@ -88,3 +88,20 @@ def test_no_length_changes_a_text(rows: int) -> None:
         # The first rounds try each of them, whatever takes how long.
         assert seen == set(LENGTHS)
         assert accepted > 0
+
+
+@pytest.mark.parametrize("finds", [True, False])
+def test_an_index_behind_a_model_costs_no_draft_tokens(finds: bool) -> None:
+    """It drafts or passes on all that the target may verify. A model drafts in each of its steps, though the index has gone ahead of it."""
+    target = random_llama(7)
+    ids = random_prompts(1, seed=5, shortest=6)[0][None]
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None}
+    text = type(target).generate(target, ids, **options)
+    index = NgramDraft(corpus=text[0].tolist(), min_match=3) if finds else NgramDraft(min_match=32, max_match=32)
+    drafts = [random_llama(8) if finds else noisy(target, 0.0), index]
+    with Pipeline(target, drafts, schedule="lockstep", graphs=True, lookahead=4) as pipe:
+        assert torch.equal(pipe.generate(ids, **options), text)
+        draft, _, last = pipe.report.stages
+    assert last.acceptance_rate == 1
+    assert last.drafted >= 4 * (last.steps - 2)  # the first token has none before it, and the last ones need fewer
+    assert draft.steps == 4 * (last.steps - 1)

@@ -321,8 +321,10 @@ def test_the_steps_of_a_round(lookahead, steps):
         ("i", (3,), [(0, WIDTH), (1, 4)]),
         # Before each step of the model, which may have to draft without it.
         ("im", (3, 2), [(0, WIDTH), (1, 5), (0, WIDTH), (1, 4), (2, 3)]),
-        # It passes on what the model has drafted.
-        ("mi", (2, 3), [(0, 3), (0, 1), (1, WIDTH), (2, 4)]),
+        # It passes on what the model has drafted. Its own tokens, up to three and one of the target, are new to the model.
+        ("mi", (2, 3), [(0, 4), (0, 1), (1, WIDTH), (2, 4)]),
+        # The model in the middle may accept both tokens of the index, the target all three of the model.
+        ("mim", (2, 2, 3), [(0, 4), (0, 1), (1, WIDTH), (2, 4), *[(0, 3), (0, 1), (1, WIDTH), (2, 3)] * 2, (3, 4)]),
         ("ii", (2, 3), [(0, WIDTH), (1, WIDTH), (2, 4)]),
         ("mi", (0, 0), [(2, 1)]),
     ],
@@ -330,6 +332,14 @@ def test_the_steps_of_a_round(lookahead, steps):
 def test_the_steps_of_a_round_with_an_index(kinds, lookahead, steps):
     drafts = tuple({"i": NgramDraft(), "m": ModelDraft()}[kind] for kind in kinds)
     assert round_steps(SpeculationConfig(drafts=drafts, lookahead=lookahead, graphs=True)) == steps
+
+
+def test_the_first_steps_of_a_round_behind_others():
+    """A model has a column for each plain round, and before an index for each token of the longest round."""
+    config = SpeculationConfig(lookahead=(2,))
+    assert round_steps(config, longest=6, plain=1) == [(0, 3), (0, 1), (1, 3)]
+    with_index = SpeculationConfig(drafts=(ModelDraft(), NgramDraft()), lookahead=(2, 2), graphs=True)
+    assert round_steps(with_index, longest=6, plain=1) == [(0, 8), (0, 1), (1, WIDTH), (2, 3)]
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("r", 1), ("g", 3), ("b", 1), ("w", 3)])

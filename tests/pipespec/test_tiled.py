@@ -310,6 +310,22 @@ def test_a_worker_builds_the_same_modules():
     assert built.model.embed_tokens.form == model.model.embed_tokens.form
 
 
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_a_worker_builds_the_same_experts(with_experts, is_on_gpu):
+    """In blocks, in tiles, and in floats beside them."""
+    model = load_model(with_experts)
+    model = on_gpu(model, "cpu", torch.bfloat16) if is_on_gpu else model
+    built = skeleton(type(model), model.config, pickle.loads(pickle.dumps(described(model))))
+    ours, theirs = (
+        {name: t.shape for name, t in one.state_dict().items() if ".experts." in name} for one in (model, built)
+    )
+    assert ours == theirs
+    assert len(ours) == (5 if is_on_gpu else 6)
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            assert built.get_submodule(name).form == module.form
+
+
 @pytest.mark.parametrize(
     ("how", "kind", "exact"),
     [

@@ -28,11 +28,12 @@ def test_stages_on_a_gpu():
         assert pipe.report.accepted > 0
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
-def test_ranks_on_gpus(ranks):
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cuda"), pytest.param(2, "cuda", marks=TWO), (2, "cuda:0")])
+def test_ranks_on_gpus(ranks, device):
+    """On a GPU each, or together on one."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", str(ranks)]
-    command += ["--device", "cuda", "--prompt", "def mean(values):", "--max-new-tokens", "20"]
+    command += ["--device", device, "--prompt", "def mean(values):", "--max-new-tokens", "20"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     family = load_family()

@@ -330,7 +330,7 @@ class BasePipeline(Slots):
 
     def _check_memory(self, request: GenerationRequest) -> None:
         """See :func:`pipespec.checks.devices.check_memory`. The caches of a call are there already if the one before had its size."""
-        driver, inputs, static = self._driver, request.inputs, self._driver.has_static_caches
+        driver, inputs, static = self._driver, request.inputs, self._driver.static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
         is_kept = request.cache is None
         if is_kept and rows == driver.checked[0] and longest <= driver.checked[1] and limit <= driver.checked[2]:
@@ -339,7 +339,7 @@ class BasePipeline(Slots):
         caching = {names[id(model)]: model for model in self._caching()}
         if request.cache is not None and request.cache.fits(rows, inputs.capacity) and not static:
             caching.pop("target", None)
-        check_memory(caching, rows=rows, longest=longest, limit=limit, is_static=static, release=self._release)
+        check_memory(caching, rows=rows, longest=longest, limit=limit, static=static, release=self._release)
         driver.checked = (rows, longest, limit) if is_kept else (0, 0, 0)
 
 

@@ -288,7 +288,7 @@ class Pipeline(BasePipeline):
             super()._check_memory(request)
         except DoesNotFit as error:
             # Growing caches have other addresses, and the exact form has other bits than the modules.
-            if self.config.own_text or not isinstance(driver, Driver) or not driver.has_static_caches:
+            if self.config.own_text or not isinstance(driver, Driver) or not driver.static_caches:
                 raise
             driver.close()
             self._captured, self._driver = driver, make_driver(driver.models, _eager(driver.config))

@@ -283,14 +283,17 @@ def shortage_explained() -> Iterator[None]:
         raise
 
 
-def cache_bytes(model: PreTrainedModel, rows: int, capacity: int) -> dict[str, int]:
-    """Bytes of the caches of a model on each device, for ``rows`` texts of ``capacity`` positions."""
+def cache_bytes(model: PreTrainedModel, rows: int, capacity: int, static: bool | torch.dtype = False) -> dict[str, int]:
+    """Bytes of the caches of a model on each device, for ``rows`` texts of ``capacity`` positions. ``static``: as of :class:`pipespec.engine.cache.RowCache`."""
     layout, dtype = CacheLayout.of(model.config, local_kv_heads(model)), compute_dtype(model)
     shares = LayerDevices.of(model).shares()
-    return {
-        str(device): layout.bytes_for(rows, capacity, kv_dtype(model.config, dtype, device), layers)
-        for device, layers in shares.items()
-    }
+
+    def kept_in(device: torch.device) -> torch.dtype:
+        if isinstance(static, torch.dtype):
+            return static
+        return dtype if static else kv_dtype(model.config, dtype, device)
+
+    return {str(device): layout.bytes_for(rows, capacity, kept_in(device), layers) for device, layers in shares.items()}
 
 
 def check_memory(
@@ -299,7 +302,7 @@ def check_memory(
     rows: int,
     longest: int,
     limit: int,
-    is_static: bool = False,
+    static: bool | torch.dtype = False,
     release: Callable[[], None] = lambda: None,
 ) -> None:
     """Check that the caches of a call fit: the bytes of their keys and values, and :data:`HEADROOM` per stage.
@@ -312,12 +315,14 @@ def check_memory(
     Args:
         models: those that will hold caches, by the names of their stages.
         rows: texts, whose longest prompt has ``longest`` tokens, and which may come to use ``limit`` positions.
+        static: as of :class:`pipespec.engine.cache.RowCache`.
         release: frees the caches of earlier calls; called only where there is too little memory otherwise.
     """
-    last = static_capacity(limit) if is_static else limit
-    first = last if is_static else first_capacity(longest, limit)
+    last = static_capacity(limit) if static else limit
+    first = last if static else first_capacity(longest, limit)
     needs = {
-        capacity: {name: cache_bytes(m, rows, capacity) for name, m in models.items()} for capacity in (first, last)
+        capacity: {name: cache_bytes(m, rows, capacity, static) for name, m in models.items()}
+        for capacity in (first, last)
     }
 
     def on(device: str, capacity: int) -> dict[str, int]:

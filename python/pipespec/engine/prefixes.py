@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -114,6 +115,10 @@ class Source(NamedTuple):
         return self.kept.held[self.row] - self.same
 
 
+_FRESH = 0.1
+"""Seconds for which a measurement of free memory holds: a call asks twice, and the control groups' files take a tenth of its time on the host."""
+
+
 class PrefixStore:
     """The kept texts of one model, the last used one last.
 
@@ -128,6 +133,7 @@ class PrefixStore:
     def __init__(self, budget: int | None = None) -> None:
         self.budget = budget
         self.texts: list[KeptText] = []
+        self._measured: tuple[float, int] | None = None
         self.spare: RowCache | None = None
 
     def clear(self) -> None:
@@ -208,25 +214,31 @@ class PrefixStore:
     def _budget(self, held: int, device: torch.device) -> int:
         if self.budget is not None:
             return self.budget
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
-        return (free + held) // SHARE
+        now = time.monotonic()
+        if self._measured is None or now > self._measured[0] + _FRESH:
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory()[1]
+            self._measured = now, free
+        return (self._measured[1] + held) // SHARE
 
 
-PART = 1 << 22
-"""Words of the parts in which a device adds up its weights."""
+HOST = "cpu"
+"""Type of the device whose memory :class:`Checksums` reads."""
 
-_FACTOR = 0x1E3779B97F4A7C15
+COLUMNS = 4099
+"""Words of a row in which a device adds up its weights, column by column. A prime: rows of a matrix that change places change sums."""
 
 
 class WeightWatch:
     """Compares all values of a model's weights with those of the last call, for changes that go past torch's version counters, as those through ``.data``.
 
-    That takes about as long as the forward of one token, and a kept prefix saves more.
+    That takes about as long as the forward of one token, and a kept prefix saves more. On a GPU it is one launch for each tensor, which reads it once.
     """
 
     def __init__(self) -> None:
         self._model: object = None
+        self._tensors: list[torch.Tensor] = []
         self._sums: Checksums | None = None
+        self._words: dict[torch.device, list[torch.Tensor]] = {}
         self._elsewhere: list[torch.Tensor] = []
         self._version = object()
 
@@ -237,24 +249,27 @@ class WeightWatch:
             model: whose weights are read.
             token: of the model, see :func:`pipespec.engine.known.token_of`. Another one has other tensors.
         """
-        tensors = list(_memory_of(model))
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            return object()  # their values are not compared
-        elsewhere = [sum_of(t) for t in tensors if t.device.type != "cpu"]
-        if token is not self._model or self._sums is None or not self._agree(self._sums, elsewhere):
+        if token is not self._model or self._sums is None:
             # The old ones are freed first: they keep weights alive.
+            self._sums, self._tensors, self._words, self._elsewhere = None, [], {}, []
+            tensors = list(_memory_of(model))
+            if any(tensor.layout is not torch.strided for tensor in tensors):
+                return object()  # their values are not compared
+            for tensor in tensors:
+                if tensor.device.type != HOST:
+                    self._words.setdefault(tensor.device, []).append(words_of(tensor))
+            self._model, self._tensors = token, tensors
+            self._take(list(map(sums_of, self._words.values())))
+            return self._version
+        now = list(map(sums_of, self._words.values()))
+        is_same = self._sums.agree() and self._sums.rest_agrees()
+        if not (is_same and all(map(torch.equal, now, self._elsewhere))):
             self._sums = None
-            self._sums, self._elsewhere = Checksums(tensors), elsewhere
-            self._model, self._version = token, object()
+            self._take(now)
         return self._version
 
-    def _agree(self, sums: Checksums, elsewhere: list[torch.Tensor]) -> bool:
-        if not (sums.agree() and sums.rest_agrees()):
-            return False
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for now, before in zip(elsewhere, self._elsewhere, strict=True):
-            by_device.setdefault(now.device, []).append((now != before).any())
-        return not any(bool(torch.stack(differ).any()) for differ in by_device.values())
+    def _take(self, elsewhere: list[torch.Tensor]) -> None:
+        self._sums, self._elsewhere, self._version = Checksums(self._tensors), elsewhere, object()
 
 
 def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -269,15 +284,23 @@ def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield tensor.detach()
 
 
-def sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of the words of a strided tensor, each with a factor of its place, int64 ``[parts]`` on its device. Any change of one word changes one."""
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory between the first and the last number of a strided tensor, in words of 64 bits ``[n]``, or in bytes where these do not fill it."""
     span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     data = tensor.as_strided((span,), (1,)).view(torch.uint8)
     is_aligned = data.storage_offset() % 8 == 0 and len(data) % 8 == 0
-    words = data.view(torch.int64) if is_aligned else data
-    # Odd ones: no change of a word is lost modulo 2**64.
-    factors = torch.arange(min(PART, len(words)), device=tensor.device) * _FACTOR | 1
-    return torch.stack([(part.long() * factors[: len(part)]).sum() for part in words.split(PART)])
+    return data.view(torch.int64) if is_aligned else data
+
+
+def sums_of(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sums of the words of some tensors, int64 on their device, each of words that lie :data:`COLUMNS` apart. Any change of one word changes one."""
+    found = []
+    for of_tensor in words:
+        whole = len(of_tensor) // COLUMNS * COLUMNS
+        if whole:
+            found.append(of_tensor[:whole].view(-1, COLUMNS).sum(0, dtype=torch.int64))
+        found.append(of_tensor[whole:].long())
+    return torch.cat(found)
 
 
 def numeric_settings() -> tuple[Any, ...]:

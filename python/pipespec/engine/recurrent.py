@@ -360,7 +360,7 @@ class GatedDeltaNet(nn.Module):
 
     def _probe(self) -> None:
         own = self.own
-        weight = own.out_proj.weight
+        weight = getattr(own.out_proj, "weight", own.dt_bias)  # a matrix in blocks is no weight
         if weight.is_meta or not weight.is_floating_point():
             return
         noise = torch.randn((1, 6, own.hidden_size), generator=torch.Generator().manual_seed(0), device="cpu")

@@ -36,6 +36,10 @@ Settings = Mapping[str, Any]
 """``quantization_config`` of a configuration."""
 
 
+class NotHeld(ValueError):
+    """A checkpoint in a form that no block holds. Packages of transformers may multiply with it."""
+
+
 class Floats8(NamedTuple):
     """A matrix of floats of 8 bits: float8_e4m3fn ``[outputs, inputs]``, and scales ``[outputs, groups]`` in float32, each for 128 inputs, or for 16."""
 
@@ -70,7 +74,7 @@ def settings_of(config: Any) -> Settings | None:
     """How a checkpoint packs its matrices, by its configuration; None: in no way, or in one that only transformers reads.
 
     Raises:
-        ValueError: the method is one of these, and a setting is not supported.
+        NotHeld: the method is one of these, and a setting is not supported.
     """
     settings = getattr(config, "quantization_config", None)
     family = FAMILIES.get(config.model_type)
@@ -84,15 +88,15 @@ def settings_of(config: Any) -> Settings | None:
     if has_floats_of_8_bits(settings) and any(getattr(config, key, None) for key in _WITH_EXPERTS):
         return None
     if has_floats_of_8_bits(settings) and not all(form in _FLOATS_8 for _, form in _packings(settings)):
-        raise ValueError(f"a checkpoint of {name} with floats of 8 bits beside other formats is not supported")
+        raise NotHeld(f"a checkpoint of {name} with floats of 8 bits beside other formats is not supported")
     for bits, form in _packings(settings):
         if bits not in method.bits or form not in method.formats:
-            raise ValueError(
+            raise NotHeld(
                 f"a checkpoint of {name} in the format {form!r} with weights of {bits} bits is not supported: the formats are "
                 f"{', '.join(method.formats)}, with {' or '.join(map(str, method.bits))} bits"
             )
     if settings.get("transform_config"):
-        raise ValueError(
+        raise NotHeld(
             f"a checkpoint of {name} whose inputs are rotated while it runs (transform_config) is not supported: get one without rotations"
         )
     return settings
@@ -116,7 +120,8 @@ def repacked(
         rounded: the dtype of the model where floats of 8 bits are to be dequantised; None: they stay.
 
     Raises:
-        ValueError: weights that no block holds, or that are missing or of another shape: the message names them.
+        NotHeld: weights in a form that is not supported: the message names them.
+        ValueError: weights that are damaged, missing or of another shape.
     """
     config = copy.deepcopy(config)
     del config.quantization_config
@@ -147,7 +152,7 @@ def repacked(
         model = filled(source, config, dtype, fill)
         for name in sorted(unused):
             if not _is_spare(name, tensors[name], model):
-                raise ValueError(
+                raise NotHeld(
                     f"{source}: no module of a {config.model_type} model takes the tensor {name}, which is not supported"
                 )
     if floats and rounded is not None:
@@ -177,6 +182,8 @@ def _with_matrix(
         unpacked = unpack()
     except KeyError as error:
         raise ValueError(f"{name}: there is no {error.args[0]}") from error
+    except NotHeld as error:
+        raise NotHeld(f"{name}: {error}") from error
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
     shape = unpacked.shape if isinstance(unpacked, QuantizedMatrix) else unpacked[0].shape
@@ -290,7 +297,7 @@ def _check_neighbours(get: Get, name: str, inputs: int, groups: int) -> bool:
     except KeyError:
         return False
     if not torch.equal(order.long(), torch.arange(inputs) // (inputs // groups)):
-        raise ValueError(
+        raise NotHeld(
             "the weights of a group are not neighbours, and those of a block are: get a checkpoint that was made without activation order (desc_act)"
         )
     return True
@@ -312,7 +319,7 @@ def _unpack_gptq(get: Get, settings: Settings) -> Unpacked:
         and settings.get("desc_act")
         and scales.shape[1] > 1
     ):
-        raise ValueError("it was made with activation order (desc_act), and there is no g_idx, which holds the order")
+        raise NotHeld("it was made with activation order (desc_act), and there is no g_idx, which holds the order")
     zeros, middle = _numbers(get("qzeros"), bits, 1).T, 1 << bits - 1
     # The first version of the format stores zero points less one. Some programs write the second under the name of the first: where all zero
     # points are to be the middle (sym), that shows.
@@ -338,7 +345,7 @@ def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] |
         ValueError: weights that are not finite, or scales of other parts.
     """
     if weight.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"its weights are {weight.dtype}, not float8_e4m3fn")
+        raise NotHeld(f"its weights are {weight.dtype}, not float8_e4m3fn")
     (rows, inputs), scales = weight.shape, scales.float()
     if not bool(scales.isfinite().all()) or bool((weight.view(torch.uint8) & 127 == 127).any()):
         raise ValueError("it is damaged: it has numbers that are not finite")
@@ -351,7 +358,7 @@ def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] |
     if not of_rows and tuple(scales.shape) in ((rows,), (rows, 1)):
         return Floats8(weight, scales.reshape(rows, 1).expand(rows, groups).contiguous())
     if not of_rows or of_inputs % 16:
-        raise ValueError(
+        raise NotHeld(
             f"scales {list(scales.shape)} of {list(weight.shape)} floats of 8 bits are not supported: those of the matrix, of its rows, or of blocks whose inputs "
             "are a multiple of 16 are"
         )

@@ -179,9 +179,10 @@ def load_model(
     in_place = device is not None and (is_split or getattr(config, "quantization_config", None) is not None)
     renew_pool()  # transformers reads weights with several threads
     with readable(model), _logged() as logged:
+        refusal = None
         try:
             if not is_split and not trust_remote_code:
-                made = _repacked(model, config, dtype, None if on_cpu else device)
+                made, refusal = _repacked(model, config, dtype, None if on_cpu else device)
                 if made is not None:
                     return with_kv_of(dtype, made) if on_cpu else _on_gpu(made, device, dtype, config.dtype)
             loaded, found = AutoModelForCausalLM.from_pretrained(
@@ -195,12 +196,19 @@ def load_model(
             )
         except Exception as error:
             if not is_out_of_memory(error, *logged):
+                if refusal is not None:
+                    raise refusal from error
                 raise
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise DoesNotFit(
                 f"{model}: {where if in_place else 'cpu'} ran out of memory while its weights were read, which may take more than they do "
                 f"afterwards: {error}\nWhat helps: another device for a stage (device=), fewer drafts, or weights that are stored smaller"
             ) from error
+    if refusal is not None:
+        warnings.warn(
+            f"{refusal}. So transformers' own modules multiply with the weights of {model}",
+            stacklevel=user_stacklevel(),
+        )
     if found["missing_keys"]:
         # transformers would initialise them at random, with a warning.
         missing = sorted(found["missing_keys"])
@@ -211,30 +219,34 @@ def load_model(
     return loaded.eval() if in_place or device is None else loaded.to(device).eval()
 
 
-def _repacked(model: str | Path, config: Any, dtype: torch.dtype | str, gpu: Any) -> PreTrainedModel | None:
+def _repacked(
+    model: str | Path, config: Any, dtype: torch.dtype | str, gpu: Any
+) -> tuple[PreTrainedModel | None, ValueError | None]:
     """A checkpoint of integers or floats of 8 bits with its matrices in blocks, on the CPU; None: of a kind that only transformers reads. Where no block holds it,
-    transformers' own kernels may serve for a GPU, and a warning says so."""
-    from pipespec.models.group_checkpoints import repacked, settings_of
+    its packages may serve: for a GPU a warning says so, for a CPU the error is returned that holds without them."""
+    from pipespec.models.group_checkpoints import NotHeld, repacked, settings_of
 
     try:
         settings = settings_of(config)
         # Tiles hold no experts, and transformers has kernels for those of gpt-oss.
         if gpu is not None and settings is not None and settings["quant_method"] == "mxfp4":
-            return None
+            return None, None
         if settings is None:
-            return None
+            return None, None
         given: Any = torch.bfloat16 if dtype == "auto" else dtype
         rounded = getattr(torch, given) if isinstance(given, str) else given
-        return repacked(model, weight_files(model), config, settings, rounded if gpu is None else None)
+        return repacked(model, weight_files(model), config, settings, rounded if gpu is None else None), None
     except ValueError as error:
         if gpu is None:
-            raise
+            if not isinstance(error, NotHeld):
+                raise
+            return None, error
         warnings.warn(
             f"{error}. So on {gpu} transformers' own modules multiply with the weights of {model}: each takes launches of its own, and a step may take longer than with "
             "weights in 16 bits",
             stacklevel=user_stacklevel(),
         )
-        return None
+        return None, None
 
 
 def _on_gpu(

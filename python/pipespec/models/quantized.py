@@ -72,6 +72,26 @@ class Joined:
     inputs: int | None
 
 
+@dataclass(frozen=True)
+class Stack:
+    """How the experts of a feed-forward hold their matrices.
+
+    Attributes:
+        parts: of the modules, each for all experts, and whether it has biases; the downs are the last one.
+    """
+
+    parts: tuple[tuple[Blocks, bool], ...]
+
+    @classmethod
+    def of(cls, *modules: Any) -> Stack:
+        """That of modules."""
+        return cls(tuple((module.form, module.bias is not None) for module in modules))
+
+
+Form = Blocks | Joined | Stack
+"""How a module holds what it has of weights."""
+
+
 class _Blocks(nn.Module):
     """A module with a matrix ``[rows, columns]`` in blocks."""
 
@@ -246,6 +266,11 @@ class QuantizedExperts(OwnExperts):
     def __init__(self, own: Any, gate: Stacked, up: Stacked, down: Stacked) -> None:
         super().__init__(own)
         self.gate, self.up, self.down = gate, up, down
+
+    @property
+    def form(self) -> Stack:
+        """What a module without weights needs to be built like it."""
+        return Stack.of(self.gate, self.up, self.down)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``."""

@@ -22,16 +22,19 @@ from pipespec.models.quantized import (
     FLOATS,
     INT8,
     Blocks,
+    Form,
     Int8Linear,
     Joined,
     JoinedLinear,
     QuantizedEmbedding,
+    QuantizedExperts,
     QuantizedLinear,
+    Stack,
     StackedLinear,
     has_blocks,
     untie,
 )
-from pipespec.models.tiled import TiledEmbedding, TiledLinear, empty_of, on_gpu
+from pipespec.models.tiled import TiledEmbedding, TiledExperts, TiledLinear, empty_of, on_gpu
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
 _SMALLEST = min(form.block for form in FORMATS.values())
@@ -157,23 +160,31 @@ def _quantized(weight: torch.Tensor, name: str, at: str, *, is_end: bool) -> Qua
         raise ValueError(f"{at}: {error}") from error
 
 
-_HELD = (Int8Linear, QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding, JoinedLinear)
+_HELD = (
+    Int8Linear,
+    QuantizedLinear,
+    QuantizedEmbedding,
+    QuantizedExperts,
+    TiledLinear,
+    TiledEmbedding,
+    TiledExperts,
+    JoinedLinear,
+)
 """Modules that are made again from their ``form``."""
 
 
-def described(model: PreTrainedModel) -> dict[str, tuple[Blocks | Joined, bool]]:
+def described(model: PreTrainedModel) -> dict[str, tuple[Form, bool]]:
     """By the names of its modules in int8 or in blocks: how they hold their matrices, and whether they have a bias."""
-    return {
-        name: (module.form, getattr(module, "bias", None) is not None)
-        for name, module in model.named_modules()
-        # Joined matrices are described by the module around them.
-        if isinstance(module, _HELD) and ".parts." not in name
-    }
+    found: dict[str, tuple[Form, bool]] = {}
+    within: tuple[str, ...] = ()  # joined matrices and experts describe their parts
+    for name, module in model.named_modules():
+        if isinstance(module, _HELD) and not name.startswith(within):
+            found[name] = module.form, getattr(module, "bias", None) is not None
+            within += (f"{name}.",)
+    return found
 
 
-def skeleton(
-    kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Blocks | Joined, bool]]
-) -> PreTrainedModel:
+def skeleton(kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Form, bool]]) -> PreTrainedModel:
     """A model on the meta device, whose matrices are as :func:`described`."""
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
@@ -181,10 +192,20 @@ def skeleton(
             module = model.get_submodule(name)
             if isinstance(form, Joined):
                 made: nn.Module = JoinedLinear.empty(form, functools.partial(_empty, module=module, has_bias=False))
+            elif isinstance(form, Stack):
+                made = _empty_experts(form, module)
             else:
                 made = _empty(form, module, has_bias)
             model.set_submodule(name, made)
     return model
+
+
+def _empty_experts(form: Stack, own: nn.Module) -> nn.Module:
+    """Experts that hold their matrices as ``form`` says, in the place of ``own``, with memory that is not filled."""
+    parts: list[Any] = [_empty(part, own, has_bias) for part, has_bias in form.parts]
+    if any(part.tiled is not None for part, _ in form.parts):
+        return TiledExperts(own, parts[:-1], parts[-1])
+    return QuantizedExperts(own, *parts)
 
 
 def _empty(form: Blocks, module: nn.Module, has_bias: bool) -> nn.Module:

@@ -26,6 +26,7 @@ from pipespec.models.quantized import (
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
+    Stack,
     StackedLinear,
 )
 from pipespec_kernels import ops
@@ -115,14 +116,19 @@ class TiledExperts(OwnExperts):
     """The experts of a feed-forward whose matrices are in tiles, or in part in floats, in the place of :class:`QuantizedExperts`.
 
     Args:
-        own: that module.
+        own: that module, or the one of transformers.
         gate_up: gates and ups of each expert, one below the other; or gates, and ups, of all experts.
         down: the downs of all experts.
     """
 
-    def __init__(self, own: QuantizedExperts, gate_up: list[_Stacked], down: _Stacked) -> None:
+    def __init__(self, own: Any, gate_up: list[_Stacked], down: _Stacked) -> None:
         super().__init__(own)
         self.gate_up, self.down = nn.ModuleList(gate_up), down
+
+    @property
+    def form(self) -> Stack:
+        """What a module without weights needs to be built like it."""
+        return Stack.of(*self.gate_up, self.down)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``: up to 256 columns without a wait for the device."""

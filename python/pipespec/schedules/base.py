@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
@@ -125,7 +126,7 @@ class Decoder(ABC):
     Attributes:
         block: The text of the present or last call.
         checked: Rows, longest prompt and limit of the last call whose memory was checked: its caches are kept.
-        has_static_caches: Whether calls run in captured steps, whose caches cannot grow.
+        static_caches: Whether calls run in captured steps, whose caches cannot grow; a dtype: likewise, and keys and values are kept in it.
         ran_as: Name of the schedule that ran the last call.
         remarks: Decisions about the last call, for its report.
         serves: Whether it only takes part in the calls of another process, see :meth:`serve`.
@@ -133,7 +134,7 @@ class Decoder(ABC):
 
     block: TextSource
     checked: tuple[int, int, int] = (0, 0, 0)
-    has_static_caches: bool = False
+    static_caches: bool | torch.dtype = False
     ran_as: str
     remarks: tuple[str, ...] = ()
     serves: bool = False

@@ -81,6 +81,8 @@ def prefill(driver: Driver, request: GenerationRequest) -> None:
 def prefill_drafts(driver: Driver, request: GenerationRequest) -> None:
     """Fill the caches of the drafts, behind the target's."""
     *drafts, _ = driver.stages
+    if not drafts:
+        return
     draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
     for stage in drafts:
         driver.block.set_alive(stage.index, True)

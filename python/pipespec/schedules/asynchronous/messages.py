@@ -28,7 +28,7 @@ from pipespec.engine.inputs import StageInputs
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sampling import STATELESS, Prompt, SamplingParams
 from pipespec.models.adapters import named_tensors
-from pipespec.models.quantized import Blocks, Joined
+from pipespec.models.quantized import Form
 from pipespec.models.quantizing import described, skeleton
 from pipespec.process.records import build, parse_json
 from pipespec_kernels.state import SharedMemory
@@ -288,7 +288,7 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
-    blocks: dict[str, tuple[Blocks | Joined, bool]]
+    blocks: dict[str, tuple[Form, bool]]
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
     size: int

@@ -408,7 +408,8 @@ class CaptureContext:
             rows = stage.buffers.rows
             port = DevicePort(self._block, planned.stage, planned.width, resources.device, rows=rows, policy=policy)
             if not is_launched:
-                port.set_policy(config.lookahead_of(planned.stage), config.max_draft_tokens(planned.stage))
+                bound = stage.bound(config.lookahead_of(planned.stage))
+                port.set_policy(bound, config.max_draft_tokens(planned.stage))
             recorded[planned] = RecordedStep(stage, port)
         steps = [recorded[planned] for planned in key.steps]
         for stage, port in ((step.stage, step.port) for step in steps):

@@ -124,7 +124,7 @@ def _captured_stage(driver: GraphedDriver, i: int) -> Any:
             device, count = driver.models[-1].device, min(config.lookahead[i], WIDTH // 2)
             return make(config.drafts[i], *place, device=device, count=count)
     stage = make(driver._model_of(i), *place, native=config.native, exact=config.exact and is_target)
-    stage.kv_dtype = config.kv_dtype
+    stage.kept_in = driver.static_caches
     stage.needs_same_bits = is_target
     stage.keep_prefixes(config.prefix_cache)
     return stage
@@ -150,12 +150,12 @@ class GraphedDriver(Driver):
     """
 
     block: HostShadow
-    has_static_caches = True
 
     def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
         # What is no model of transformers is where the target is, and its own attention is the one that its graphs need.
         self._whole = [model for model in models if isinstance(model, PreTrainedModel)]
         check_streams(self._whole)
+        self.static_caches = True if config.kv_dtype is None else getattr(torch, config.kv_dtype)
         self.on_gpu = self._runs_on_gpu(models)
         self._devices = [model.device for model in models]
         self._attention: BorrowedAttention | None = BorrowedAttention(self._whole)
@@ -273,12 +273,15 @@ class GraphedDriver(Driver):
 
     def _make_ready(self, request: GenerationRequest) -> str | None:
         """Prepare static buffers, block and graphs for a call. Returns why it cannot run in captured steps."""
-        draft_inputs = replace(request.inputs, sampling_params=pickle.loads(request.draft_sampling_params))
+        *drafts, _ = self._stages
+        draft_inputs = request.inputs
+        if drafts:
+            draft_inputs = replace(draft_inputs, sampling_params=pickle.loads(request.draft_sampling_params))
         # What is allocated here also serves later calls, in any inference mode.
         with torch.inference_mode(False), torch.no_grad():
             self.target.prepare(request.inputs)
             reason = host_reason(request, self.models[-1].device.type)
-            for stage in self._stages[:-1]:
+            for stage in drafts:
                 try:
                     stage.prepare(draft_inputs)
                 except Exception as error:

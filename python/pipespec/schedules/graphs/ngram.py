@@ -90,10 +90,14 @@ class GraphedNgramStage(StaticStage):
         self._port = self.block.port(self.index, WIDTH)
         self._port.trace(self._trace)
 
+    def bound(self, lookahead: int) -> int:
+        """See :meth:`StaticStage.bound`. The draft tokens that it passes on have no token behind them."""
+        return lookahead + (self.index > 0)
+
     def step(self, lookahead: int, max_draft_tokens: int) -> Action:
         port = self._port
         assert port is not None
-        action = Action(port.plan(lookahead, max_draft_tokens, 0))
+        action = Action(port.plan(self.bound(lookahead), max_draft_tokens, 0))
         if action != Action.STEP:
             return action
         selected = self.body_on_host(port)

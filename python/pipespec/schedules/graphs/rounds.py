@@ -24,8 +24,8 @@ from pipespec_kernels._native import StagePort
 from pipespec_kernels.state import Action
 
 
-def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
-    """Return the steps of a round, the target's last. ``before``: tokens that the rounds before it may have committed; 0: this one is like all others.
+def round_steps(config: SpeculationConfig, longest: int = 0, plain: int = 0) -> list[StageStep]:
+    """Return the steps of a round, the target's last.
 
     A draft takes as many steps as fill its lookahead if all draft tokens are accepted: with ``h`` draft tokens a step makes ``h + 1`` tokens. Before
     each of its steps, the stage upstream fills its own lookahead.
@@ -35,14 +35,25 @@ def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
     * one token after a step of the same stage;
     * two after a step of the stage downstream, whose last token it adopts;
     * in the stage's first step of the round, one for each stage downstream and one of its own, since each of them may be one token ahead of its
-      upstream. A draft that reads the target's hidden states has one for each token that the round may have committed.
+      upstream, and one for each plain round since the last step;
+    * one for each token that the stage downstream may have appended, where a stage without a model lies between the two, since it drafts text of its own. So it is
+      in the first step for what the target has committed, also of a draft that reads the target's hidden states.
 
     A draft without a model takes one step, which drafts all it can. That may be nothing, so the draft behind it takes as many steps as without it; those that find
     nothing left to do return at once.
+
+    Args:
+        config: The lookahead of the round, and its drafts.
+        longest: Draft tokens that the target may have verified in the round before; those of this one at least.
+        plain: Rounds of the target alone that may lie between that round and this one.
     """
     target = len(config.lookahead)
+    longest = max(longest, config.max_draft_tokens(target))
     reads_target = {i for i, draft in enumerate(config.drafts) if draft.reads_target}
     inline = {i for i, draft in enumerate(config.drafts) if draft.inline}
+    # Behind each stage the next one with a model, and the stages whose text others may carry on without them.
+    downstream = {i: next(j for j in range(i + 1, target + 1) if j not in inline) for i in range(target)}
+    outrun = {i for i in range(target) if any(j in inline for j in range(i + 1, target))}
     steps: list[StageStep] = []
     begun: set[int] = set()
 
@@ -50,11 +61,10 @@ def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
         draft_tokens = config.max_draft_tokens(stage)
         if draft_tokens > 0:
             fill(stage - 1)
-        if stage not in begun:
-            committed = before or 1 + config.max_draft_tokens(target)
-            own = committed if stage in reads_target else 1 + target - stage
+        if stage not in begun and stage < target:
+            own = plain + (1 + longest if stage in reads_target | outrun else 1 + target - stage)
             begun.add(stage)
-        steps.append(StageStep(stage, WIDTH if stage in inline else own + draft_tokens))
+        steps.append(StageStep(stage, WIDTH if stage in inline else min(own + draft_tokens, WIDTH)))
 
     def fill(stage: int) -> None:
         wanted, per_step = config.max_draft_tokens(stage + 1), config.max_draft_tokens(stage) + 1
@@ -62,8 +72,9 @@ def round_steps(config: SpeculationConfig, before: int = 0) -> list[StageStep]:
             per_step = wanted
         elif stage - 1 in inline:
             per_step = 1
+        appended = 1 + config.max_draft_tokens(downstream[stage]) if stage in outrun else 2
         for i in range(-(-wanted // per_step)):
-            step(stage, 2 if i == 0 else 1)
+            step(stage, appended if i == 0 else 1)
 
     step(target, 1)
     return steps
@@ -94,8 +105,9 @@ class RoundsDriver(GraphedDriver):
         if self.lengths is None:
             return [(self.config, round_steps(self.config))]
         configs = [replace(self.config, lookahead=self._lookahead_of_round(length)) for length in LENGTHS]
-        # A round of another length may have come before, and a plain one.
-        return [(config, round_steps(config, before=2 + LENGTHS[-1])) for config in configs]
+        longest = max(config.max_draft_tokens(self.block.target) for config in configs)
+        # A plain round is measured once, between rounds with draft tokens.
+        return [(config, round_steps(config, longest, plain=1)) for config in configs]
 
     def graph_keys(self) -> list[GraphKey]:
         return [self._graph_key(steps, config.lookahead) for config, steps in self.rounds()]
@@ -149,7 +161,8 @@ class RoundsDriver(GraphedDriver):
     def _step_on_host(self, step: StageStep, port: StagePort, config: SpeculationConfig, began: float) -> Action:
         i, target, action, failed = step.stage, self.block.target, Action.IDLE, True
         with nullcontext() if i == target else draft_errors(functools.partial(self.draft_failed, i)):
-            action = Action(port.plan(config.lookahead_of(i), config.max_draft_tokens(i), 0))
+            bound = self._stages[i].bound(config.lookahead_of(i))
+            action = Action(port.plan(bound, config.max_draft_tokens(i), 0))
             if action != Action.STEP:
                 return action
             rows = range(self.target.buffers.rows)

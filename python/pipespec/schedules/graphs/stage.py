@@ -96,6 +96,10 @@ class StaticStage(ABC):
     def capture_prompts(self) -> None:
         """Capture the graphs over prompts, where there are any. After :meth:`prepare`."""
 
+    def bound(self, lookahead: int) -> int:
+        """How far a step that may be ``lookahead`` tokens ahead is planned ahead: plan leaves one position of that to a token behind the draft tokens."""
+        return lookahead
+
     @abstractmethod
     def sync_lengths(self) -> None:
         """Take over from the block what steps that :meth:`step` did not run have done. While no stage runs."""
@@ -131,7 +135,7 @@ class GraphedStage(Stage, StaticStage):
         exact: Whether the model must run in the exact fused form, prefill included. :meth:`prepare` raises ValueError where it cannot.
 
     Attributes:
-        kv_dtype: Name of the dtype of keys and values; None: that of the model.
+        kept_in: The dtype of keys and values, as ``static`` of :class:`RowCache`.
         is_prefilled: Whether the last prefill ended without an error.
         capture_prompt: Captures the forward over so many columns of the prompt, after what each row holds, with or without the logits of the last one; None, as after
             :meth:`prepare`: the host launches it.
@@ -151,7 +155,7 @@ class GraphedStage(Stage, StaticStage):
         self._exact = exact
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
-        self.kv_dtype: str | None = None
+        self.kept_in: bool | torch.dtype = True
         self.is_prefilled = False
         self.capture_prompt: Callable[[GraphedStage, int, Sequence[int], bool], Any] | None = None
         self._may_pad = False
@@ -231,17 +235,12 @@ class GraphedStage(Stage, StaticStage):
         return form, hash((form and form.number, identify(self.model, CAPTURED).seen))
 
     def _make_cache(self, rows: int, capacity: int) -> RowCache:
-        cache = RowCache.for_model(self.model, rows, capacity, static=self._kept_in)
+        cache = RowCache.for_model(self.model, rows, capacity, static=self.kept_in)
         if self.published is not None:
             layers, dtype = self.published
             cache.features = features = Features(layers, [0] * rows, dtype)
             features.reserve(capacity, len(layers) * text_config(self.model.config).hidden_size, cache.device)
         return cache
-
-    @property
-    def _kept_in(self) -> bool | torch.dtype:
-        """As ``static`` of :class:`RowCache`."""
-        return True if self.kv_dtype is None else getattr(torch, self.kv_dtype)
 
     def _can_use(self, cache: RowCache, rows: int, capacity: int) -> bool:
         """Whether a call of this size runs over an earlier call's cache."""
@@ -287,7 +286,7 @@ class GraphedStage(Stage, StaticStage):
         if not self._store.free(cache.nbytes * max(held) // cache.capacity, cache.device):
             return None
         # A static one has the same dtype.
-        copied = RowCache.for_model(self.model, cache.rows, max(1, *held), static=self._kept_in)
+        copied = RowCache.for_model(self.model, cache.rows, max(1, *held), static=self.kept_in)
         if isinstance(cache.features, Features):
             copied.features = Features(cache.features.layers, [0] * cache.rows, cache.features.dtype)
         copied.take_rows([(cache, row) for row in range(cache.rows)], held)
