@@ -201,8 +201,8 @@ def test_a_price_that_keeps_a_draft_from_its_trials_is_doubted():
     assert all(later[-4:])
 
 
-def test_a_draft_that_cannot_compare_begins_at_once():
-    """It learns nothing from the tokens that it would wait for."""
+def test_a_draft_that_cannot_compare_begins_earlier():
+    """It learns nothing from the tokens that it waits for."""
     waited = []
     for compares in (True, False):
         controller = Controller(0.1, compares=compares)
@@ -212,9 +212,7 @@ def test_a_draft_that_cannot_compare_begins_at_once():
             controller.note_target(1, 1.0)
             rounds += 1
         waited.append(rounds)
-    # Two rounds measure plain decoding.
-    assert waited[0] >= 12
-    assert waited[1] == 2
+    assert 6 <= waited[1] < 12 <= waited[0]
 
 
 def test_gains_of_the_text_pay_for_no_trials_of_the_corpus():

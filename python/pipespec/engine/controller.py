@@ -52,6 +52,8 @@ _FIRST_BOUND = 4
 """Draft tokens of a round at most, as long as no round has shown that more are accepted."""
 _FIRST_TRIAL = 12
 """Tokens of the first call after which a draft model may be tried that compares its own choices with them: that tells whether it pays before it drafts."""
+_FIRST_OF_HEAD = 6
+"""The same of a draft head, which compares nothing. By then an index has shown whether it leaves tokens to it for which reading the prompt pays."""
 _DOUBT = 0.5
 """What counts of the price of reading a prompt after a call in which that price alone kept the draft model from being tried: nothing else would measure it again."""
 _PLAIN_EVERY = 256
@@ -276,7 +278,7 @@ class Controller:
         machine = Machine()
         self.target, self.draft = StepTimes(machine, further), StepTimes(machine)
         self._relative_cost, self._at_once = relative_cost, at_once
-        self._first_trial = _FIRST_TRIAL if compares else 0
+        self._first_trial = _FIRST_TRIAL if compares else _FIRST_OF_HEAD
         priors = _PRIORS if compares else _PRIORS | {"model": _HEAD}
         self.rates = {kind: AcceptanceRates(prior) for kind, prior in priors.items()}
         self._rounds = self._aged = 0
