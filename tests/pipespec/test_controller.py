@@ -15,6 +15,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, AcceptanceRates, Choice, Controller, Machine, StepTimes
 from pipespec.engine.forward import described
 from pipespec.models.properties import step_bytes, weight_bytes
+from pipespec_kernels import _native
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.support.texts import one_prompt, same_text
 from tests.trials import trials
@@ -165,6 +166,72 @@ def test_the_reading_of_a_prompt_is_no_step():
     assert controller.draft.seconds(1) is None
     controller.note_draft(1, 0.2)
     assert controller.draft.seconds(1) == pytest.approx(0.2)
+
+
+def drafted_in(controller: Controller, reading: float) -> bool:
+    """Whether the draft model works in a call of 64 tokens, each of which it has right. It first reads 100 tokens in ``reading`` seconds."""
+    controller.begin()
+    done, reads = 0, True
+    while done < 64:
+        choice = controller.choose([], 100 + done if reads else 1, 64 - done)
+        if choice.source:
+            if reads:
+                controller.note_reading(reading)
+            controller.note_draft(1, 0.1)
+            reads = False
+        controller.note_target(1 + choice.tokens, 1.0 + 0.1 * choice.tokens)
+        if choice.source:
+            controller.note_round(choice, [], [(choice.tokens, choice.tokens)])
+        done += 1 + choice.tokens
+    return not reads
+
+
+def test_the_first_reading_finds_cold_weights_and_is_no_price():
+    controller = Controller(0.1, compares=False)
+    assert [drafted_in(controller, reading) for reading in (1000.0, 1.0, 1.0)] == [True] * 3
+
+
+def test_a_price_that_keeps_a_draft_from_its_trials_is_doubted():
+    """A draft that rests for the price of its reading would measure no other one."""
+    controller = Controller(0.1, compares=False)
+    assert drafted_in(controller, 1.0)
+    assert drafted_in(controller, 1000.0)
+    later = [drafted_in(controller, 1.0) for _ in range(16)]
+    assert not later[0]
+    assert all(later[-4:])
+
+
+def test_a_draft_that_cannot_compare_begins_earlier():
+    """It learns nothing from the tokens that it waits for."""
+    waited = []
+    for compares in (True, False):
+        controller = Controller(0.1, compares=compares)
+        controller.begin()
+        rounds = 0
+        while not controller.choose([], 20, 64).source:
+            controller.note_target(1, 1.0)
+            rounds += 1
+        waited.append(rounds)
+    assert 6 <= waited[1] < 12 <= waited[0]
+
+
+def test_gains_of_the_text_pay_for_no_trials_of_the_corpus():
+    """The text repeats itself in each second round, and what the corpus has in the others is always wrong."""
+    controller, in_corpus = Controller(None), _native.MAX_MATCH
+    lost = []
+    for _ in range(4):
+        controller.begin()
+        lost.append(0.0)
+        for i in range(60):
+            match = (8, 9) if i % 2 else (3, in_corpus + 1 + i // 2 % 3)
+            choice = controller.choose([match], -1, 64)
+            tokens = min(choice.tokens, match[0])
+            controller.note_target(1 + tokens, 1 + 0.1 * tokens)
+            if tokens:
+                controller.note_round(choice, [match], [(tokens, tokens * (i % 2))])
+                lost[-1] += 0.1 * tokens * (1 - i % 2)
+    assert lost[0] < 1.0  # without a budget of its own 2.1
+    assert max(lost[1:]) < 0.5
 
 
 def test_a_draft_that_becomes_good_is_found_again():

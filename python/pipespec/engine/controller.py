@@ -6,13 +6,13 @@ A round is ``k`` draft tokens and one verification by the target. With acceptanc
 
 tokens in ``D(k) + T(1 + k)`` seconds: the time of the draft and that of a step of the target over ``1 + k`` columns (Leviathan et al. 2023, theorem 3.8, with
 measured times and a rate per position). The controller keeps ``T``, ``D`` and the rates of each kind of draft while texts are generated, and takes the ``k`` and
-the draft with the most tokens per second; ``k = 0`` is plain decoding. The n-gram index is not asked in a call whose rounds with it have lost more time than
-they gained, and than trials may cost. It changes the speed of a call, never its text.
+the draft with the most tokens per second; ``k = 0`` is plain decoding. The text and the corpus of an n-gram index are not asked in a call whose rounds with them have lost
+more time than they gained, and than trials may cost. It changes the speed of a call, never its text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipespec_kernels import _native
@@ -33,8 +33,12 @@ _INDEX = {
 }
 """By kind of what an n-gram index has: the acceptance rate, and the draft tokens of a round at most, before the first measurement."""
 _KINDS = tuple(_INDEX)
+_SOURCES = ("n-gram", "corpus")
+"""The beginnings of their names. What one gains pays for no trials of the other."""
 _PRIORS = {"model": 0.75} | {kind: rate for kind, (rate, _) in _INDEX.items()}
 """Acceptance rate before the first measurement."""
+_HEAD = 0.5
+"""That of a draft head: in the rounds that an index leaves to it."""
 _PRIOR_WEIGHT = 6.0
 _MARGINAL = 0.1
 """Price of a further column before the first measurement, as a part of a step, without that of weights that it alone reads."""
@@ -47,15 +51,25 @@ _SMALL_LAG = 16
 _FIRST_BOUND = 4
 """Draft tokens of a round at most, as long as no round has shown that more are accepted."""
 _FIRST_TRIAL = 12
-"""Tokens of the first call after which a draft model may be tried: its agreement with them tells whether it pays before it drafts."""
+"""Tokens of the first call after which a draft model may be tried that compares its own choices with them: that tells whether it pays before it drafts."""
+_FIRST_OF_HEAD = 6
+"""The same of a draft head, which compares nothing. By then an index has shown whether it leaves tokens to it for which reading the prompt pays."""
+_DOUBT = 0.5
+"""What counts of the price of reading a prompt after a call in which that price alone kept the draft model from being tried: nothing else would measure it again."""
 _PLAIN_EVERY = 256
 """Rounds after which a step without draft tokens measures plain decoding again."""
 _FIRST_CREDIT = 0.5
 """Plain steps that the n-gram rounds of a call may lose before they have gained anything."""
+_RENEWED = {"n-gram": 0.5, "corpus": 0.1}
+"""Plain steps that a further call may lose beyond what the one before has left, up to the first ones. A text that repeats itself comes at once, and a corpus gains in most texts or in none."""
 _MAX_CREDIT = 2.0
 """Plain steps of gains that later rounds of a call may lose again."""
 _EXPLORATION = 0.01
 """Part of the time of plain decoding that trials may cost."""
+_FIRST_SURPRISE = 1.4
+"""How much longer than expected the first step of a width counts at most."""
+_DOUBTED = 16
+"""Rounds without a draft in which half of the surprise of a width goes that was measured once or twice."""
 _FIRST_REST = 64
 """Rounds in which half of what is known about a resting draft is forgotten. It doubles with each rest that a trial did not end."""
 
@@ -80,10 +94,14 @@ class StepTimes:
     def note(self, columns: int, seconds: float) -> None:
         """Learn from a step."""
         machine, entry = self._machine, self._known.get(columns)
-        self._line = None
         if entry is None:
-            self._known[columns] = [seconds * machine.speed, 1.0]
+            # The first step of a width may have been interrupted, and one that seems dear is not tried again.
+            expected = self.seconds(columns)
+            if expected is not None and columns > 1:
+                seconds = min(seconds, _FIRST_SURPRISE * expected)
+            self._known[columns], self._line = [seconds * machine.speed, 1.0], None
             return
+        self._line = None
         # A step that was interrupted says little about the next one.
         ratio = min(max(seconds * machine.speed / entry[0], 0.5), 2.0)
         machine.speed *= ratio**-0.2
@@ -99,6 +117,17 @@ class StepTimes:
             return entry[0] / self._machine.speed
         first, slope = self._line = self._line or self._fit()
         return (first + slope * self.price(columns)) / self._machine.speed
+
+    def doubt(self, rounds: int) -> None:
+        """Bring widths nearer to what is expected without a measurement that were measured once or twice: that step may have been interrupted, and a width that seems dear is not tried again."""
+        one = self._known.get(1)
+        if one is None:
+            return
+        for columns, entry in self._known.items():
+            if columns > 1 and entry[1] < 3:
+                expected = one[0] * (1 + self.price(columns))
+                entry[0] *= min(expected / entry[0], 1.0) ** (1 - 0.5 ** (rounds / _DOUBTED))
+                self._line = None
 
     def price(self, columns: int) -> float:
         """What the columns after the first cost before the first measurement, as a part of a step."""
@@ -235,23 +264,34 @@ class Controller:
             no draft model.
         further: Of the target, see :class:`StepTimes`. As a text goes on, the measured times of its own steps count.
         at_once: Whether one step of the draft model drafts all tokens of a round. ``note_draft`` is then called once per round.
+        compares: Whether the draft model compares its own choices with the text that it reads before it drafts, as a draft head cannot.
     """
 
     def __init__(
-        self, relative_cost: float | None, further: Callable[[int], float] | None = None, *, at_once: bool = False
+        self,
+        relative_cost: float | None,
+        further: Callable[[int], float] | None = None,
+        *,
+        at_once: bool = False,
+        compares: bool = True,
     ) -> None:
         machine = Machine()
         self.target, self.draft = StepTimes(machine, further), StepTimes(machine)
         self._relative_cost, self._at_once = relative_cost, at_once
-        self.rates = {kind: AcceptanceRates(prior) for kind, prior in _PRIORS.items()}
+        self._first_trial = _FIRST_TRIAL if compares else _FIRST_OF_HEAD
+        priors = _PRIORS if compares else _PRIORS | {"model": _HEAD}
+        self.rates = {kind: AcceptanceRates(prior) for kind, prior in priors.items()}
         self._rounds = self._aged = 0
         self._plain_age = self._reviewed = -1
         self._model, self._model_rate = _REST, 0.0
         self._plain_rate = 0.0
         self._tables: dict[str, list[tuple[int, float]]] = {kind: [(0, 0.0)] for kind in _INDEX}
         self._generated = 0
-        self._reading: float | None = None
-        self._credit, self._spent = _FIRST_CREDIT, 0.0
+        self._lag = self._readings = 0
+        self._reading, self._reading_counts = 0.0, 1.0  # seconds per token, and the part of it that counts
+        self._is_too_dear = False
+        self._credit = dict.fromkeys(_SOURCES, _FIRST_CREDIT)
+        self._spent = 0.0
         self.rested = 0
         """Rounds of the present call without draft tokens."""
 
@@ -262,7 +302,9 @@ class Controller:
 
     def begin(self) -> None:
         """Begin a call."""
-        self._credit = _FIRST_CREDIT
+        if self._is_too_dear:
+            self._reading_counts, self._is_too_dear = _DOUBT * self._reading_counts, False
+        self._credit = {source: min(left + _RENEWED[source], _FIRST_CREDIT) for source, left in self._credit.items()}
         self._rounds, self._reviewed, self._aged, self._generated, self.rested = 0, -1, 0, 0, 0
         for rates in self.rates.values():
             rates.begin()
@@ -275,13 +317,13 @@ class Controller:
             lag: Tokens that the draft model has not read yet; -1: there is no draft model.
             remaining: Tokens that a row may still generate.
         """
-        self._rounds += 1
+        self._rounds, self._lag = self._rounds + 1, lag
         if self.target.seconds(1) is None or self._plain_age >= _PLAIN_EVERY or remaining < 2:
             return self._resting()
         if self._reviewed < 0 or self._rounds - self._reviewed >= _REVIEW:
             self._review(lag, remaining)
         best, rate = _REST, _GAIN * self._plain_rate
-        if matches and self._credit >= 0:
+        if any(tokens and self._credit[_source(match)] >= 0 for tokens, match in matches):
             tokens, expected = self._of_matches(matches, remaining)
             if expected > rate:
                 best, rate = Choice("ngram", tokens), expected
@@ -289,6 +331,8 @@ class Controller:
             best = Choice("model", min(self._model.tokens, remaining - 1))
         if best.source:
             self._plain_age += 1
+            if best.source == "model":
+                self._earn(_EXPLORATION, _SOURCES)
             return best
         return self._resting()
 
@@ -306,8 +350,11 @@ class Controller:
         self.draft.note(columns, seconds)
 
     def note_reading(self, seconds: float) -> None:
-        """Learn from the first step of the draft model in a call, which reads the end of the prompt before."""
-        self._reading = seconds
+        """Learn from the first step of the draft model in a call, which reads the end of the prompt before. The first one of all finds cold weights, and tells nothing."""
+        each = seconds / max(self._lag, 1)
+        if self._readings:
+            self._reading = each if self._readings == 1 else (self._reading * each) ** 0.5
+        self._readings, self._reading_counts = self._readings + 1, 1.0
 
     def note_round(
         self, choice: Choice, matches: Sequence[tuple[int, int]], outcome: Sequence[tuple[int, int]]
@@ -316,7 +363,9 @@ class Controller:
         self._generated += 1 + max(accepted for _, accepted in outcome)
         if choice.source == "ngram" and (plain := self.target.seconds(1)):
             gained = 1 + sum(accepted for _, accepted in outcome) / len(outcome) - self._spent / plain
-            self._credit = min(self._credit + max(gained, -1.0), _MAX_CREDIT)
+            self._earn(
+                max(gained, -1.0), {_source(match) for (n, _), (_, match) in zip(outcome, matches, strict=True) if n}
+            )
         for row, (drafted, accepted) in enumerate(outcome):
             if drafted:
                 kind = "model" if choice.source == "model" else _kind(matches[row][1])
@@ -328,8 +377,13 @@ class Controller:
     def _resting(self) -> Choice:
         self.rested += 1
         self._generated += 1
-        self._credit = min(self._credit + _EXPLORATION, _MAX_CREDIT)
+        self._earn(_EXPLORATION, _SOURCES)
         return _REST
+
+    def _earn(self, steps: float, sources: Iterable[str]) -> None:
+        """Add plain steps, or lost ones below 0, to what may be lost with tokens from these sources."""
+        for source in sources:
+            self._credit[source] = min(self._credit[source] + steps, _MAX_CREDIT)
 
     def _draft_seconds(self, columns: int, plain: float) -> float:
         known = self.draft.seconds(columns)
@@ -355,8 +409,11 @@ class Controller:
                 table.append(best)
             self._tables[kind] = table
             rates.review(best[0] > 0, since)
+        self._model_rate = 0.0
         if lag >= 0:
             self._review_model(times, lag, remaining, since)
+        if not self._model_rate and all(table[-1][0] == 0 for table in self._tables.values()):
+            self.target.doubt(since)
 
     def _review_model(self, times: Sequence[float], lag: int, remaining: int, since: int) -> None:
         plain, rates = times[0], self.rates["model"]
@@ -366,11 +423,13 @@ class Controller:
         for k, expected in enumerate(rates.expected()[1 : bound + 1], 1):
             if (now := expected / (times[k] + (each if self._at_once else k * each))) > rate:
                 best, rate = k, now
-        pays = rate > _GAIN * self._plain_rate and (rates.is_known or self._generated >= _FIRST_TRIAL)
+        pays = rate > _GAIN * self._plain_rate and (rates.is_known or self._generated >= self._first_trial)
         if pays and lag > _SMALL_LAG:
             # Reading what it has missed must pay within the tokens that are likely to follow: half of the gain stays.
-            price = (self._draft_seconds(lag, plain) if self._reading is None else self._reading) - each
-            pays = (plain - 1.0 / rate) * min(remaining, max(64, self._generated)) > 2 * price
+            price = (self._reading * lag if self._readings > 1 else self._draft_seconds(lag, plain)) - each
+            left = min(remaining, max(64, self._generated))
+            pays = (plain - 1.0 / rate) * left > 2 * price * self._reading_counts
+            self._is_too_dear = not pays
         rates.review(pays, since)
         self._model, self._model_rate = Choice("model", best), rate if pays else 0.0
 
@@ -402,6 +461,11 @@ class Controller:
         if self.rested:
             lines.append(f"plain decoding in {self.rested} of {self._rounds} rounds")
         return lines
+
+
+def _source(match: int) -> str:
+    """Where the tokens of a match are from."""
+    return _SOURCES[match > _native.MAX_MATCH]
 
 
 def _kind(match: int) -> str:

@@ -134,7 +134,10 @@ class ControlledDriver(LockstepDriver):
         relative_cost = sizes / read[0] if drafts else None
         self._at_once = len(drafts) == 1 and drafts[0].drafts_at_once
         self.controller = Controller(
-            relative_cost, lambda n: read[min(n, len(read)) - 1] / read[0] - 1, at_once=self._at_once
+            relative_cost,
+            lambda n: read[min(n, len(read)) - 1] / read[0] - 1,
+            at_once=self._at_once,
+            compares=not any(draft.reads_target for draft in drafts),
         )
 
     def begin(self, request: GenerationRequest) -> None:
