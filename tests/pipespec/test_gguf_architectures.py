@@ -172,7 +172,7 @@ CASES = {
         DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
         OF_DELTA | COUNTS | {"expert_shared_feed_forward_length": 64},
     ),
-    "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS),
+    "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS | {"attention.recurrent_layers": [True, True, True, False]}),
     "qwen3_5_text with a head of values each": (
         DELTA | {"linear_num_key_heads": 6},
         OF_DELTA | SECTIONS | {"ssm.group_count": 6},
@@ -318,6 +318,17 @@ CASES = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 8.0,
             "rope.scaling.attn_factor": OLMO_YARN["attention_factor"],
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "olmo3 with yarn of a newer conversion": (
+        WINDOWS
+        | {"rope_parameters": {"full_attention": OLMO_YARN | {"attention_factor": 1.3}, "sliding_attention": DEFAULT}},
+        {
+            "attention.sliding_window": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.yarn_attn_factor": 1.3,
             "rope.scaling.original_context_length": 32,
         },
     ),
@@ -558,6 +569,8 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
     ("case", "key", "value", "message"),
     [
         ("qwen3_5_text", "ssm.inner_size", 190, r"ssm\.inner_size is 190, with 6 heads of values and 2 of keys"),
+        ("qwen3_5_text", "attention.recurrent_layers", [True, False, True, False], r"damaged: its qwen35\.attention\.recurrent_layers does not fit"),
+        ("qwen3_5_text", "attention.recurrent_layers", 4, r"recurrent_layers does not fit"),
         ("qwen3_5_text", "ssm.group_count", 4, r"with 6 heads of values and 4 of keys"),
         ("qwen3_5_text", "ssm.state_size", 8, r"ssm_conv1d\.weight is \[256, 4\], and .* \[224, 1, 4\]"),
         ("qwen3_next", "ssm.conv_kernel", 3, r"ssm_conv1d\.weight is \[256, 4\], and .* \[256, 1, 3\]"),
@@ -569,6 +582,9 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("deepseek_v3", "attention.kv_lora_rank", 24, r"attn_kv_a_mqa\.weight is \[40, 64\], and .* \[32, 64\]"),
         ("deepseek_v3", "attention.q_lora_rank", 0, r"has no tensor blk\.0\.attn_q\.weight"),
         ("deepseek_v3", "rope.scaling.attn_factor", 1.5, r"attn_factor is 1\.5, which is not supported with latents"),
+        ("deepseek_v3", "rope.scaling.yarn_attn_factor", 1.5, r"yarn_attn_factor is 1\.5, which is not supported"),
+        ("ministral3", "rope.scaling.yarn_attn_factor", 0.0, r"damaged: its mistral3\.rope\.scaling\.yarn_attn_factor is 0\.0"),
+        ("olmo2", "rope.scaling.yarn_attn_factor", 1.5, r"yarn_attn_factor is 1\.5, which is not supported"),
         ("deepseek_v3", "rope.scaling.original_context_length", 0, r"damaged: its deepseek2\.rope\.scaling\.original_context_length is 0"),
         ("deepseek_v3", "rope.freq_base", 1.0, r"describes no deepseek_v3 model: .*division by zero"),
         ("deepseek_v3", "expert_group_count", 3, r"damaged: it chooses \d of 8 experts, out of \d of 3 groups"),
