@@ -12,6 +12,9 @@ from transformers import CONFIG_MAPPING, Gemma2PreTrainedModel
 from transformers.models.nemotron import modeling_nemotron
 
 from pipespec import Pipeline
+from pipespec.engine.known import NATIVE
+from pipespec.engine.native import TABLE
+from pipespec.engine.runtime import runtime_of
 from pipespec.models import families, gguf_config
 from pipespec.models.compat import caches_latents, counts_columns, has_stacked_experts
 from pipespec.models.gguf import GgufFile
@@ -540,6 +543,24 @@ def test_outputs_of_a_delta_net_keep_their_order_in_blocks(tmp_path, case):
             weight = stored[f"model.layers.0.linear_attn.{at}.weight"]
             x = torch.randn(7, weight.shape[1])
             assert (module(x) - x @ weight.T).norm() < 0.02 * (x @ weight.T).norm()
+
+
+def test_of_a_table_in_blocks_the_rows_that_were_read_are_compared(tmp_path, monkeypatch):
+    """Gemma 4's inputs of layers come from a table of gigabytes, which stays in its file."""
+    more, metadata = CASES["gemma4_text"]
+    large = {"vocab_size": 8192, "vocab_size_per_layer_input": 8192}
+    monkeypatch.setitem(CASES, "gemma4_text", (more | large, metadata))
+    written("gemma4_text", tmp_path / "m.gguf", "q8_0")
+    with Pipeline(tmp_path / "m.gguf", schedule="plain") as pipe:
+        pipe.generate(TEXT, max_new_tokens=2, do_sample=False)
+        form = runtime_of(pipe.target).forms[NATIVE].form
+        blocks = pipe.target.model.embed_tokens_per_layer.blocks
+        assert blocks.nbytes >= TABLE
+        blocks[4000] += 1
+        # Each of them compares another part of the rest.
+        assert all(form.is_current() for _ in range(300))
+        blocks[TEXT[0, 7]] += 1
+        assert not form.is_current()
 
 
 def test_a_draft_with_tiled_heads_runs_in_a_worker(tmp_path):

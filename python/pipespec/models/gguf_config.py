@@ -455,7 +455,7 @@ def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict
     if (whole := file.number(f"{scaling}.yarn_attn_factor")) is not None:
         if not whole > 0:
             raise ValueError(f"{file.path} is damaged: its {scaling}.yarn_attn_factor is {whole}")
-        return rope | {"attention_factor": _shortest(whole)}
+        return rope | {"attention_factor": _shortest(whole * attention)}
     multiplier, grown = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0, 0.1 * math.log(factor)
     own = (grown + 1.0) / (multiplier * grown + 1.0)
     # The first conversions of Olmo 3 wrote that whole factor, and not a second one, as attn_factor.
