@@ -12,6 +12,9 @@ from transformers import CONFIG_MAPPING, Gemma2PreTrainedModel
 from transformers.models.nemotron import modeling_nemotron
 
 from pipespec import Pipeline
+from pipespec.engine.known import NATIVE
+from pipespec.engine.native import TABLE
+from pipespec.engine.runtime import runtime_of
 from pipespec.models import families, gguf_config
 from pipespec.models.compat import caches_latents, counts_columns, has_stacked_experts
 from pipespec.models.gguf import GgufFile
@@ -172,7 +175,7 @@ CASES = {
         DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
         OF_DELTA | COUNTS | {"expert_shared_feed_forward_length": 64},
     ),
-    "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS),
+    "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS | {"attention.recurrent_layers": [True, True, True, False]}),
     "qwen3_5_text with a head of values each": (
         DELTA | {"linear_num_key_heads": 6},
         OF_DELTA | SECTIONS | {"ssm.group_count": 6},
@@ -318,6 +321,17 @@ CASES = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": 8.0,
             "rope.scaling.attn_factor": OLMO_YARN["attention_factor"],
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
+    "olmo3 with yarn of a newer conversion": (
+        WINDOWS
+        | {"rope_parameters": {"full_attention": OLMO_YARN | {"attention_factor": 1.3}, "sliding_attention": DEFAULT}},
+        {
+            "attention.sliding_window": 32,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0,
+            "rope.scaling.yarn_attn_factor": 1.3,
             "rope.scaling.original_context_length": 32,
         },
     ),
@@ -546,6 +560,34 @@ def test_a_draft_in_blocks_runs_in_a_worker(tmp_path, case, types):
         assert pipe._driver.peers[0].failure() is None  # whether it has drafted in so short a text is a race
 
 
+def test_of_a_table_in_blocks_the_rows_that_were_read_are_compared(tmp_path, monkeypatch):
+    """Gemma 4's inputs of layers come from a table of gigabytes, which stays in its file."""
+    more, metadata = CASES["gemma4_text"]
+    large = {"vocab_size": 8192, "vocab_size_per_layer_input": 8192}
+    monkeypatch.setitem(CASES, "gemma4_text", (more | large, metadata))
+    written("gemma4_text", tmp_path / "m.gguf", "q8_0")
+    with Pipeline(tmp_path / "m.gguf", schedule="plain") as pipe:
+        pipe.generate(TEXT, max_new_tokens=2, do_sample=False)
+        form = runtime_of(pipe.target).forms[NATIVE].form
+        blocks = pipe.target.model.embed_tokens_per_layer.blocks
+        assert blocks.nbytes >= TABLE
+        blocks[4000] += 1
+        # Each of them compares another part of the rest.
+        assert all(form.is_current() for _ in range(300))
+        blocks[TEXT[0, 7]] += 1
+        assert not form.is_current()
+
+
+def test_a_draft_with_tiled_heads_runs_in_a_worker(tmp_path):
+    """Its modules are made again in the other process."""
+    written("qwen3_5_text", tmp_path / "m.gguf", "q8_0")
+    texts = []
+    for drafts, more in ((None, {"schedule": "plain"}), (tmp_path / "m.gguf", {"schedule": "workers"})):
+        with Pipeline(tmp_path / "m.gguf", *([drafts] if drafts else []), **more) as pipe:
+            texts.append(pipe.generate(TEXT, max_new_tokens=16, do_sample=False))
+    assert torch.equal(*texts)
+
+
 def test_layers_of_a_draft_head_are_left_out(tmp_path):
     need("qwen3_5_text")
     model = tiny("qwen3_5_text", SIZES | CASES["qwen3_5_text"][0])
@@ -563,6 +605,8 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
     ("case", "key", "value", "message"),
     [
         ("qwen3_5_text", "ssm.inner_size", 190, r"ssm\.inner_size is 190, with 6 heads of values and 2 of keys"),
+        ("qwen3_5_text", "attention.recurrent_layers", [True, False, True, False], r"damaged: its qwen35\.attention\.recurrent_layers does not fit"),
+        ("qwen3_5_text", "attention.recurrent_layers", 4, r"recurrent_layers does not fit"),
         ("qwen3_5_text", "ssm.group_count", 4, r"with 6 heads of values and 4 of keys"),
         ("qwen3_5_text", "ssm.state_size", 8, r"ssm_conv1d\.weight is \[256, 4\], and .* \[224, 1, 4\]"),
         ("qwen3_next", "ssm.conv_kernel", 3, r"ssm_conv1d\.weight is \[256, 4\], and .* \[256, 1, 3\]"),
@@ -574,6 +618,9 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path):
         ("deepseek_v3", "attention.kv_lora_rank", 24, r"attn_kv_a_mqa\.weight is \[40, 64\], and .* \[32, 64\]"),
         ("deepseek_v3", "attention.q_lora_rank", 0, r"has no tensor blk\.0\.attn_q\.weight"),
         ("deepseek_v3", "rope.scaling.attn_factor", 1.5, r"attn_factor is 1\.5, which is not supported with latents"),
+        ("deepseek_v3", "rope.scaling.yarn_attn_factor", 1.5, r"yarn_attn_factor is 1\.5, which is not supported"),
+        ("ministral3", "rope.scaling.yarn_attn_factor", 0.0, r"damaged: its mistral3\.rope\.scaling\.yarn_attn_factor is 0\.0"),
+        ("olmo2", "rope.scaling.yarn_attn_factor", 1.5, r"yarn_attn_factor is 1\.5, which is not supported"),
         ("deepseek_v3", "rope.scaling.original_context_length", 0, r"damaged: its deepseek2\.rope\.scaling\.original_context_length is 0"),
         ("deepseek_v3", "rope.freq_base", 1.0, r"describes no deepseek_v3 model: .*division by zero"),
         ("deepseek_v3", "expert_group_count", 3, r"damaged: it chooses \d of 8 experts, out of \d of 3 groups"),

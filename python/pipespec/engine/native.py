@@ -179,8 +179,9 @@ class NativeForm(PartsForm):
             tensors[isinstance(module, (QuantizedEmbedding, QuantizedLinear))] += [
                 tensor for tensor in held if tensor is not None
             ]
-        self._checksums = Checksums(tensors[False], _tables_of(parts) if watches else ())
-        self._of_blocks = Checksums(tensors[True])
+        tables = _tables_of(parts) if watches else []
+        self._checksums = Checksums(tensors[False], [table for table in tables if table.is_floating_point()])
+        self._of_blocks = Checksums(tensors[True], [table for table in tables if not table.is_floating_point()])
         self._small_pages: list[tuple[int, int]] = []
         """Address and size of the weights that are to move into huge pages."""
         self._room_to_move, self._time_to_move = 0, 0.0
@@ -221,6 +222,7 @@ class NativeForm(PartsForm):
     def note_tokens(self, tokens: torch.Tensor) -> None:
         """Note that a forward, of this form or of the model's own modules, reads the embeddings of ``tokens``."""
         self._checksums.read(tokens)
+        self._of_blocks.read(tokens)
 
     def move_weights(self, reserved: int) -> None:
         """Let the weights that this form reads where the model has them move into huge pages, with all that refers to them, during its forwards.
@@ -431,20 +433,25 @@ def _samples_of(parts: ModelParts) -> list[ModelParts]:
 
 
 def _tables_of(parts: ModelParts) -> list[torch.Tensor]:
-    """The weights of embeddings, of tokens and of the layers' own inputs, where forwards read some of their rows alone."""
+    """Rows of embeddings, of tokens and of the layers' own inputs, where forwards read some of them alone: weights, or blocks in bytes."""
     inputs = None if parts.per_layer is None else parts.per_layer.embed
-    weights = [module._parameters.get("weight") for module in (parts.embed, inputs) if module is not None]
-    uses = Counter(parameter.data_ptr() for parameter in parts.parameters())
+    found = [tensor for module in (parts.embed, inputs) if module is not None for tensor in _held(module)]
+    uses = Counter(tensor.data_ptr() for _, module in parts.named_modules() for tensor in _held(module))
     # The decoder copies what is not contiguous, and a copy is compared as a whole.
     return [
-        weight
-        for weight in weights
-        if weight is not None
-        and weight.device.type == "cpu"
-        and weight.nbytes >= TABLE
-        and weight.is_contiguous()
-        and uses[weight.data_ptr()] == 1
+        tensor
+        for tensor in found
+        if tensor.device.type == "cpu"
+        and tensor.nbytes >= TABLE
+        and tensor.is_contiguous()
+        and uses[tensor.data_ptr()] == 1
     ]
+
+
+def _held(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors of a module itself."""
+    held = (*module._parameters.values(), *module._buffers.values())
+    return [tensor for tensor in held if tensor is not None]
 
 
 def _joined(memory: dict[int, int]) -> list[tuple[int, int]]:

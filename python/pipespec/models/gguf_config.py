@@ -304,8 +304,12 @@ def _recurrent(file: GgufFile, row: Architecture, config: dict[str, Any]) -> dic
     """The types of the layers, of which those without queries are recurrent, and the size of a head of values."""
     if row.recurrent is None:
         return {}
-    layers = range(config["num_hidden_layers"])
+    layers, key = range(config["num_hidden_layers"]), f"{row.name}.attention.recurrent_layers"
     has_queries = [f"blk.{i}.attn_q.weight" in file.tensors for i in layers]
+    # Those of a draft head follow.
+    said = file.metadata.get(key, is_recurrent := [not own for own in has_queries])
+    if not isinstance(said, list) or [*map(bool, said[: len(layers)])] != is_recurrent:
+        raise ValueError(f"{file.path} is damaged: its {key} does not fit the layers that have queries")
     found: dict[str, Any] = {"layer_types": ["full_attention" if own else row.recurrent for own in has_queries]}
     if "linear_num_value_heads" in config:
         inner, heads = _size(file, f"{row.name}.ssm.inner_size"), config["linear_num_value_heads"]
@@ -324,8 +328,12 @@ def _check_keys(file: GgufFile, row: Architecture) -> None:
     read = {*row.numbers, *row.options, *(("attention.sliding_window_pattern",) if row.every else ())}
     read |= set() if row.local_base is None else {"rope.freq_base_swa"}
     # Which layers are recurrent, their tensors say. Positions of a text are alike in all sections.
-    read |= {DRAFTING} | (set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval"})
+    read |= {DRAFTING} | (
+        set() if row.recurrent is None else {"ssm.inner_size", "full_attention_interval", "attention.recurrent_layers"}
+    )
     read |= {"rope.dimension_sections"} if row.tiled else set()
+    has_yarn = file.metadata.get(f"{name}.rope.scaling.type") == "yarn" and not row.has_latents
+    read |= {"rope.scaling.yarn_attn_factor"} if has_yarn else set()
     read |= set(_PER_LAYER_KEYS) if row.per_layer else set()
     read |= set(_LATENT_KEYS) if row.has_latents else set()
     for key, value in file.metadata.items():
@@ -414,7 +422,7 @@ def _rope(file: GgufFile, row: Architecture, head_dim: int) -> dict[str, Any]:
     if longrope:
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": original, **longrope}
         rope |= {} if attention == 1.0 else {"attention_factor": _shortest(attention)}
-    elif kind == "yarn" and factor != 1.0:
+    elif kind == "yarn" and (factor != 1.0 or f"{scaling}.yarn_attn_factor" in file.metadata):
         rope |= (_yarn_of_latents if row.has_latents else _yarn)(file, scaling, factor, attention)
     elif attention != 1.0:
         raise ValueError(
@@ -443,9 +451,14 @@ def _rotated(file: GgufFile, row: Architecture, head_dim: int) -> int:
 def _yarn(file: GgufFile, scaling: str, factor: float, attention: float) -> dict[str, Any]:
     """YaRN (arXiv 2309.00071). llama.cpp multiplies its default factor of attention by ``attn_factor``, and divides it by one with the multiplier."""
     rope = _yarn_range(file, scaling, factor)
+    # The conversion writes a factor that the configuration has itself by this name.
+    if (whole := file.number(f"{scaling}.yarn_attn_factor")) is not None:
+        if not whole > 0:
+            raise ValueError(f"{file.path} is damaged: its {scaling}.yarn_attn_factor is {whole}")
+        return rope | {"attention_factor": _shortest(whole * attention)}
     multiplier, grown = file.number(f"{scaling}.yarn_log_multiplier", 0.0) or 0.0, 0.1 * math.log(factor)
     own = (grown + 1.0) / (multiplier * grown + 1.0)
-    # The conversion of Olmo 3 writes the whole factor, which is its own, and not a second one.
+    # The first conversions of Olmo 3 wrote that whole factor, and not a second one, as attn_factor.
     if not math.isclose(attention, own, rel_tol=1e-3):
         own *= attention
     if attention != 1.0 or multiplier:
