@@ -60,7 +60,7 @@ DEPENDENCIES = $(shell $(PY) -c 'import tomllib; print(*map(repr, tomllib.load(o
 env: $(DEV)
 
 # --- what users run ----------------------------------------------------------------------------------------------
-# It runs on the CPU: a first build leaves the CUDA module out, which takes longer than all the rest. `make native` adds it.
+# It runs on the CPU: a first build leaves the CUDA module out, and `make native` adds it.
 demo: export PIPESPEC_CUDA ?= $(if $(wildcard pipespec_kernels/_cuda.*.so),auto,off)
 demo: $(RUNTIME) native
 	$(BIN)/pipespec demo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -74,8 +73,9 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
 
     ``prompt``: the text to measure; default: function heads of the standard library. ``folder``: another family than the bundled one.
     """
-    console, threads = Console(highlight=False, soft_wrap=True), len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
+    console = Console(highlight=False, soft_wrap=True)
+    # Of all ways generate() of so small a model is fastest with one thread; several of them wait for each other on a busy machine.
+    torch.set_num_threads(1)
     with ExitStack() as opened:
         opened.enter_context(quiet_transformers())
         with working("loading the models"):
@@ -89,7 +89,7 @@ def run_demo(size: DemoSize, prompt: str | None = None, folder: Path | None = No
             rows = rows_of(family, opened)
         pipe = pipe_of(list(rows.values())[-1])
         draft, target = (m.num_parameters() / 1e6 for m in (list(family.drafts.values())[-1], family.target))
-        title = f"a target of {target:.1f} M parameters; drafts by an n-gram index and a model of {draft:.1f} M"
+        title = f"target of {target:.1f} M parameters; drafts by an n-gram index and a model of {draft:.1f} M"
         stream_text(console, family, pipe, ids[0], min(2 * size.new_tokens, room), title)
         return measure(console, rows, ids, min(size.new_tokens, room), size.repeats)
 
@@ -123,7 +123,7 @@ def measure(console: Console, rows: dict[str, Call], ids: list[torch.Tensor], ne
     ]
     console.print(aligned([["", "tokens/s", "vs generate()", "same text"], *lines]), markup=False)
     console.print(
-        f"Medians over repeats: {repeats}; prompts: {len(ids)}; up to {new_tokens} tokens each; fp32, {torch.get_num_threads()} threads."
+        f"Medians over repeats: {repeats}; prompts: {len(ids)}; up to {new_tokens} tokens each; fp32, one thread."
     )
     if different := [label for label in rows if same[label] < len(texts[label])]:
         console.print(
