@@ -217,7 +217,6 @@ def test_floats_of_8_bits_become_16_on_a_cpu(tmp_path, kind):
     [
         (lambda t: t[f"{NAME}.weight"].view(torch.uint8)[3, 5].fill_(127), "up_proj: it is damaged: it has numbers that are not finite"),
         (lambda t: t[f"{NAME}.weight_scale_inv"].fill_(float("nan")), "not finite"),
-        (lambda t: t.update({f"{NAME}.weight": t[f"{NAME}.weight"].to(torch.float8_e5m2)}), "float8_e5m2, not float8_e4m3fn"),
         (lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 2)}), r"scales \[3, 2\] of \[512, 256\] floats of 8 bits are not supported"),
     ],
 )  # fmt: skip

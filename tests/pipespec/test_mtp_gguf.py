@@ -50,6 +50,8 @@ def written(family: str, path: Path, types: str) -> dict[str, torch.Tensor]:
     # Copies of the model's own, as files of GLM have them.
     stored[f"blk.{depth}.nextn.embed_tokens.weight"] = torch.ones(whole.config.vocab_size, hidden)
     values = {f"{name}.{key}": value for key, value in metadata.items()} | {f"{name}.nextn_predict_layers": 1}
+    if f"{name}.attention.recurrent_layers" in values:
+        values[f"{name}.attention.recurrent_layers"] = [kind == "linear_attention" for kind in whole.config.layer_types]
     arrays = {at: x.numpy().astype(np.float32) for at, x in stored.items()}
     held = write(whole, path, types, metadata=values, tensors=arrays)
     layer = f"model.layers.{depth}."
