@@ -345,7 +345,7 @@ def _floats8(weight: torch.Tensor, scales: torch.Tensor, *sizes: Sequence[int] |
         ValueError: weights that are not finite, or scales of other parts.
     """
     if weight.dtype is not torch.float8_e4m3fn:
-        raise NotHeld(f"its weights are {weight.dtype}, not float8_e4m3fn")
+        raise ValueError(f"its weights are {weight.dtype}, not float8_e4m3fn")
     (rows, inputs), scales = weight.shape, scales.float()
     if not bool(scales.isfinite().all()) or bool((weight.view(torch.uint8) & 127 == 127).any()):
         raise ValueError("it is damaged: it has numbers that are not finite")
