@@ -120,7 +120,8 @@ class MtpHead(TargetReader):
         made.ids = torch.arange(config.draft_vocabulary)
         for module in list(made.modules()):
             for name in {"rotary_emb", "pos_emb"} & module._modules.keys():
-                setattr(module, name, type(module._modules[name])(config=made.block))
+                rotary: Any = type(module._modules[name])
+                setattr(module, name, rotary(config=made.block))
         if not has_blocks(made):
             made.place(target, dtype, made.dtype)
             return made
