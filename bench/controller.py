@@ -404,11 +404,7 @@ def replay(options: argparse.Namespace) -> None:
     for entry in given["texts"]:
         entry["matches"] = matches(entry["prompt"], entry["text"], given.get("corpus"))
     rows = []
-    for name in [
-        kind
-        for kind in ("draft", "useless", "itself", "no draft", "head")
-        if kind not in ("draft", "useless", "head") or kind in times
-    ]:
+    for name in (*(name for name in ("draft", "useless") if name in times), "itself", "no draft"):
         for noise in NOISE:
             for kept in (False, True):
                 rows += scenario(given["texts"], name, times, noise, kept)
