@@ -21,12 +21,12 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 15_730,
     "pipespec_kernels": 11_980,
-    "python/pipespec": 32_520,
+    "python/pipespec": 32_810,
     "python/pipespec_spd": 3_215,
-    "python/pipespec_train": 2_280,
-    "bench": 10_280,
+    "python/pipespec_train": 2_330,
+    "bench": 10_490,
     "tools": 250,
-    "tests": 55_450,
+    "tests": 55_820,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000, before the families and file types
 beyond LLaMA's (2,000 lines of C++, 700 of ``python/pipespec``), the server (2,500) tiles and experts in blocks on a GPU (1,400 of ``pipespec_kernels``), and
@@ -46,7 +46,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 63, 14_820
+MODULES, LINES = 63, 14_900
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
