@@ -148,12 +148,21 @@ def compare(case: Case, prompts: Sequence[torch.Tensor], tokens: int, captured: 
     target, weights, plain, form = case.target, case.weights, dict[bool, list[list[int]]](), ""
     for exact in (False, True)[: 1 + captured]:
         options: dict[str, Any] = {"graphs": True, "exact": exact} if captured else {}
-        with Pipeline(target, schedule=PLAIN.name, weights=weights, **options) as pipe:
+        try:
+            pipe = Pipeline(target, schedule=PLAIN.name, weights=weights, **options)
+        except ValueError as error:
+            if not exact:
+                raise
+            print(f"{case.name}: no exact form: {error}", file=sys.stderr, flush=True)
+            continue
+        with pipe:
             plain[exact] = list(texts(pipe, prompts, Way("plain", [], {}), tokens))
             form = form or (pipe.report.stages[-1].forward if pipe.report else "")
             target, weights = pipe.target, None
     rows, count = [], len(prompts)
     for way in (captured_ways if captured else ways)(case.drafts):
+        if way.options.get("exact", False) not in plain:
+            continue
         torch.set_num_threads(way.threads or threads)
         drafted = 0
         try:

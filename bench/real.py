@@ -250,6 +250,7 @@ if draft: options["draft_model"] = genai.draft_model(draft, "CPU")
 per_call = options.pop("per_call", {})
 scheduler = genai.SchedulerConfig()
 scheduler.enable_prefix_caching = False  # each call reads its whole prompt, as those of the other rows do
+scheduler.max_num_batched_tokens = sys.maxsize  # in one piece, as a pipeline without this object does
 options["scheduler_config"] = scheduler
 pipe = genai.LLMPipeline(folder, "CPU", **options)
 print(json.dumps("ready"), flush=True)

@@ -24,9 +24,9 @@ FOLDERS = {
     "python/pipespec": 32_810,
     "python/pipespec_spd": 3_215,
     "python/pipespec_train": 2_330,
-    "bench": 10_490,
+    "bench": 10_500,
     "tools": 250,
-    "tests": 55_820,
+    "tests": 55_860,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000, before the families and file types
 beyond LLaMA's (2,000 lines of C++, 700 of ``python/pipespec``), the server (2,500) tiles and experts in blocks on a GPU (1,400 of ``pipespec_kernels``), and

@@ -15,8 +15,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedModel
 from pipespec.engine.head import DraftHead, HeadConfig
 from pipespec.models.properties import text_config
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.start import fit_start
-from pipespec_train.students import Student, StudentBatch, loss_of
+from pipespec_train.start import StudentBatch, fit_start
+from pipespec_train.students import Student, loss_of
 
 STEPS = 4
 """Forward steps of a batch."""

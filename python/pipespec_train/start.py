@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,9 +12,6 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.head import DraftHead
 from pipespec_spd.draft_module import DraftModule
-
-if TYPE_CHECKING:  # students import this module
-    from pipespec_train.students import StudentBatch
 
 POSITIONS = 20_000
 """Positions that the fit reads at most."""
@@ -27,6 +24,24 @@ _SHARPNESS = 25.0
 
 _FREQUENCIES = 6
 """Rotary frequencies, from the highest one on, which tell a slot from its neighbours."""
+
+
+class StudentBatch(NamedTuple):
+    """What the target says about a batch.
+
+    Attributes:
+        ids: ``[B, S]`` token ids.
+        anchors: ``[B, S, k, H]``, of the target.
+        valid: bool ``[B, S]``, the positions to learn.
+        teacher_logits: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
+        last: ``[B, S, H]``, the target's last hidden states after its norm.
+    """
+
+    ids: torch.Tensor
+    anchors: torch.Tensor
+    valid: torch.Tensor
+    teacher_logits: torch.Tensor
+    last: torch.Tensor
 
 
 class _Positions(NamedTuple):

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,28 +19,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from pipespec.models.compat import hidden_of
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.start import fit_projections
+from pipespec_train.start import StudentBatch, fit_projections
 
 _LIKE_LLAMA: tuple[type, ...] = (LlamaDecoderLayer, Qwen2DecoderLayer)
 """Layers that :func:`_newest_only` computes."""
-
-
-class StudentBatch(NamedTuple):
-    """What the target says about a batch.
-
-    Attributes:
-        ids: ``[B, S]`` token ids.
-        anchors: ``[B, S, k, H]``, of the target.
-        valid: bool ``[B, S]``, the positions to learn.
-        teacher_logits: ``[N, Vd]``, the target's logits there, over the draft vocabulary.
-        last: ``[B, S, H]``, the target's last hidden states after its norm.
-    """
-
-    ids: torch.Tensor
-    anchors: torch.Tensor
-    valid: torch.Tensor
-    teacher_logits: torch.Tensor
-    last: torch.Tensor
 
 
 class Student(abc.ABC):

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from pipespec.process.progress import readable_time, say
 from pipespec_spd.draft_module import DraftModule
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.students import PipelineStudent, Student, StudentBatch, autocast
+from pipespec_train.start import StudentBatch
+from pipespec_train.students import PipelineStudent, Student, autocast
 from pipespec_train.teacher import KeptStates, TeacherOutput, teacher_forward
 
 CHECKPOINT, RECORD = "training.pt", "training.json"

@@ -102,6 +102,18 @@ def test_the_text_is_the_target_s(family, types, tmp_path) -> None:
             assert pipe.report.stages[-1].drafted > 0
 
 
+def test_a_dtype_and_blocks_of_the_file(tmp_path) -> None:
+    """A dtype has no effect on blocks, and blocks are not put in blocks again."""
+    written("glm4_moe", tmp_path / "m.gguf", "q8_0")
+    with pytest.warns(UserWarning, match="dtype='bfloat16' has no effect"):
+        pipe = Pipeline(tmp_path / "m.gguf", "mtp", dtype="bfloat16")
+    with pipe, Pipeline(tmp_path / "m.gguf", schedule="plain") as plain:
+        options = {"max_new_tokens": 14, "do_sample": False}
+        assert torch.equal(pipe.generate(TEXT, **options), plain.generate(TEXT, **options))
+    with pytest.raises(ValueError, match="is in blocks already: leave weights= of this draft out"):
+        Pipeline(tmp_path / "m.gguf", "mtp", weights={"draft 0": "q4_0"})
+
+
 def test_files_without_the_layer(tmp_path) -> None:
     write(tiny("qwen3"), tmp_path / "m.gguf", "q8_0")
     with pytest.raises(ValueError, match=r"m\.gguf has no MTP layer: it names no qwen3\.nextn_predict_layers"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from pipespec.engine.head import DraftHead, is_head
 from pipespec_train import start, trainer
 from pipespec_train.heads import HeadStudent, head_for
 from pipespec_train.settings import TrainingSettings
-from pipespec_train.students import StudentBatch
+from pipespec_train.start import StudentBatch
 from pipespec_train.teacher import teacher_forward
 from pipespec_train.trainer import TrainingBatch
 from tests.conftest import DEVICE, VOCABULARY
@@ -105,6 +107,24 @@ def test_attention_starts_as_a_product_with_the_own_slot(target, monkeypatch) ->
         future = torch.full((12, 12), -torch.inf, device=DEVICE).triu(1)[None, None]
         found, _ = head.layers[0].self_attn(hidden_states=given, attention_mask=future, position_embeddings=rope)
     assert (found - given @ wanted).norm() < 0.1 * (given @ wanted).norm()
+
+
+def test_projections_start_as_the_linear_map_between_anchors() -> None:
+    """Each anchor here is one linear map of the one before, so every type can give the deepest one."""
+    size, anchors = 8, 3
+    projections = torch.nn.ModuleList(torch.nn.Linear(size * (i + 1), size, bias=False) for i in range(anchors))
+    config = SimpleNamespace(hidden=size, anchors=tuple(range(anchors)))
+    module: Any = SimpleNamespace(config=config, projections=projections, head=projections[0])
+    generator = torch.Generator().manual_seed(1)
+    streams = [torch.randn(4, 50, size, generator=generator)]
+    for _ in range(anchors - 1):
+        streams.append(streams[-1] @ torch.randn(size, size, generator=generator) / 3)
+    given, valid = torch.stack(streams, 2), torch.rand(4, 50, generator=generator) < 0.8
+    nothing = torch.empty(0)
+    assert start.fit_projections(module, [StudentBatch(nothing, given, valid, nothing, nothing)]) == valid.sum()
+    for kind, projection in enumerate(projections):
+        found = projection(given[..., : kind + 1, :].flatten(-2))
+        assert (found - given[..., -1, :]).norm() < 0.1 * given[..., -1, :].norm(), kind
 
 
 def test_nothing_to_start_from(target) -> None:

@@ -42,7 +42,7 @@ Call = Callable[..., Any]
 
 
 def rows_of(family: Family, opened: ExitStack) -> dict[str, Call]:
-    """By label: transformers' ways, with the settings that ``bench.run`` finds best for the bundled family, and pipelines, which ``opened`` closes. The last
+    """By label: transformers' ways, with numbers of draft tokens that ``bench.run`` finds best for the bundled family, and pipelines, which ``opened`` closes. The last
     one has a draft model beside the n-gram index."""
     target, found = family.target, dict[str, Call]()
     name, draft = list(family.drafts.items())[-1]

@@ -225,7 +225,8 @@ HOST = "cpu"
 """Type of the device whose memory :class:`Checksums` reads."""
 
 COLUMNS = 4099
-"""Words of a row in which a device adds up its weights, column by column. A prime: rows of a matrix that change places change sums."""
+"""Words that lie so far apart are added up on a device. A prime: neighbouring rows of a matrix that change places change sums. Two words whose distance is a multiple
+of it, and which change places, change none."""
 
 
 class WeightWatch:
@@ -236,9 +237,8 @@ class WeightWatch:
 
     def __init__(self) -> None:
         self._model: object = None
-        self._tensors: list[torch.Tensor] = []
         self._sums: Checksums | None = None
-        self._words: dict[torch.device, list[torch.Tensor]] = {}
+        self._places: list[tuple[Any, ...]] = []
         self._elsewhere: list[torch.Tensor] = []
         self._version = object()
 
@@ -249,27 +249,27 @@ class WeightWatch:
             model: whose weights are read.
             token: of the model, see :func:`pipespec.engine.known.token_of`. Another one has other tensors.
         """
-        if token is not self._model or self._sums is None:
+        tensors = list(_memory_of(model))
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return object()  # their values are not compared
+        # Of a device only sums are kept: views would keep weights alive that the user has replaced.
+        words: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            if tensor.device.type != HOST:
+                words.setdefault(tensor.device, []).append(words_of(tensor))
+        places = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        elsewhere = list(map(sums_of, words.values()))
+        if token is not self._model or places != self._places or not self._agree(elsewhere):
             # The old ones are freed first: they keep weights alive.
-            self._sums, self._tensors, self._words, self._elsewhere = None, [], {}, []
-            tensors = list(_memory_of(model))
-            if any(tensor.layout is not torch.strided for tensor in tensors):
-                return object()  # their values are not compared
-            for tensor in tensors:
-                if tensor.device.type != HOST:
-                    self._words.setdefault(tensor.device, []).append(words_of(tensor))
-            self._model, self._tensors = token, tensors
-            self._take(list(map(sums_of, self._words.values())))
-            return self._version
-        now = list(map(sums_of, self._words.values()))
-        is_same = self._sums.agree() and self._sums.rest_agrees()
-        if not (is_same and all(map(torch.equal, now, self._elsewhere))):
             self._sums = None
-            self._take(now)
+            self._sums, self._elsewhere, self._places = Checksums(tensors), elsewhere, places
+            self._model, self._version = token, object()
         return self._version
 
-    def _take(self, elsewhere: list[torch.Tensor]) -> None:
-        self._sums, self._elsewhere, self._version = Checksums(self._tensors), elsewhere, object()
+    def _agree(self, elsewhere: list[torch.Tensor]) -> bool:
+        if self._sums is None or not (self._sums.agree() and self._sums.rest_agrees()):
+            return False
+        return all(map(torch.equal, elsewhere, self._elsewhere))
 
 
 def _memory_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 from pipespec.models.devices import input_device
 from pipespec.models.loading import read_stored
 from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
-from pipespec.models.quantized import INT8
+from pipespec.models.quantized import INT8, has_blocks
 from pipespec.models.quantizing import put_in_blocks, rest_in_float32
 from pipespec.models.tiled import put_in_tiles
 from pipespec.process.records import parse_json
@@ -226,6 +226,8 @@ class TargetReader(nn.Module):
 
     def quantize(self, name: str) -> str:
         """Put the matrices in blocks, in place. Returns the format: ``"int8"`` stands for ``"q8_0"``."""
+        if has_blocks(self):
+            raise ValueError(f"{self.config.where} is in blocks already: leave weights= of this draft out")
         name = "q8_0" if name == INT8 else name
         device, dtype = self.device, self.dtype
         with torch.no_grad():

@@ -197,7 +197,7 @@ def load_model(
         except Exception as error:
             if not is_out_of_memory(error, *logged):
                 if refusal is not None:
-                    raise refusal from error
+                    raise type(refusal)(f"{refusal}; and of transformers' own modules: {error}") from error
                 raise
             where = ", ".join(dict.fromkeys(device.values())) if isinstance(device, dict) else device
             raise DoesNotFit(
@@ -240,7 +240,7 @@ def _repacked(
         if gpu is None:
             if not isinstance(error, NotHeld):
                 raise
-            return None, error
+            return None, NotHeld(str(error))  # without its frames, which hold the weights read so far
         warnings.warn(
             f"{error}. So on {gpu} transformers' own modules multiply with the weights of {model}: each takes launches of its own, and a step may take longer than with "
             "weights in 16 bits",

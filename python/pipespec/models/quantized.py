@@ -516,7 +516,7 @@ def with_kv_of(dtype: torch.dtype | str, model: PreTrainedModel, weights: str | 
             else f"is that of the weights before weights={weights!r}, and of nothing after it"
         )
         warnings.warn(
-            f"{model.config._name_or_path}: its matrices are in blocks, and on a CPU such a model computes in float32, with keys and values in bfloat16: "
+            f"{getattr(model.config, '_name_or_path', '') or type(model).__name__}: its matrices are in blocks, and on a CPU such a model computes in float32, with keys and values in bfloat16: "
             f"dtype={name!r} {effect}",
             stacklevel=user_stacklevel(),
         )
