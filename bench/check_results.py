@@ -44,6 +44,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     ),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
+    "shapes.json": (*_ENGINE, "bench/shapes.py"),
     "spd.json": (
         *_KERNELS,
         "python/pipespec/engine",
