@@ -418,6 +418,14 @@ def test_of_an_embedding_the_rows_that_were_read_are_compared():
     assert sums.rest_agrees()
 
 
+def assert_renewed(model, prompt, before, found):
+    """``found`` is the text of the present weights, and ``before`` is not."""
+    with Pipeline(model, schedule="plain") as fresh:
+        wanted = fresh.generate(prompt, **GREEDY)
+    assert torch.equal(found, wanted)
+    assert not torch.equal(before, wanted)
+
+
 @pytest.mark.filterwarnings("ignore::pipespec.StaleText")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_a_large_embedding_changes_between_calls(dtype):
@@ -428,10 +436,7 @@ def test_a_row_of_a_large_embedding_changes_between_calls(dtype):
         model.model.embed_tokens.weight.data[3050] *= -3
         for _ in range(2):
             found = pipe.generate(prompt, **GREEDY)
-    with Pipeline(model, schedule="plain") as fresh:
-        wanted = fresh.generate(prompt, **GREEDY)
-    assert torch.equal(found, wanted)
-    assert not torch.equal(before, wanted)
+    assert_renewed(model, prompt, before, found)
 
 
 @pytest.mark.filterwarnings("ignore::pipespec.StaleText")
@@ -457,10 +462,7 @@ def test_of_each_table_of_tokens_the_rows_that_were_read_are_compared(table):
         weight.data[3039] = weight.data[3500]
         for _ in range(2):
             found = pipe.generate(prompt, **GREEDY)
-    with Pipeline(model, schedule="plain") as fresh:
-        wanted = fresh.generate(prompt, **GREEDY)
-    assert torch.equal(found, wanted)
-    assert not torch.equal(before, wanted)
+    assert_renewed(model, prompt, before, found)
 
 
 @pytest.mark.filterwarnings("ignore::pipespec.StaleText")
