@@ -1,6 +1,6 @@
 """Text that the target writes itself, as data of its drafts: prompts from templates, and answers in batches.
 
-    python -m pipespec_train.writing --target PATH --tokenizer PATH --prompts bench/recipes/qwen2.5-coder-0.5b-prompts.toml --out chats.jsonl
+    python -m pipespec_train.writing --target PATH --prompts bench/recipes/qwen2.5-coder-0.5b-prompts.toml --out chats.jsonl
 
 A killed run continues where the file ends.
 """
@@ -18,9 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
-from pipespec import Pipeline
+from pipespec import Pipeline, load_tokenizer
 from pipespec.process.progress import say
 from pipespec.registry import PLAIN
 
@@ -138,9 +137,6 @@ def write_answers(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("pipespec_train.writing", description=__doc__)
     parser.add_argument("--target", required=True, metavar="PATH", help="the model that writes, also a GGUF file")
-    parser.add_argument(
-        "--tokenizer", required=True, metavar="PATH", help="folder with its tokenizer and chat template"
-    )
     parser.add_argument("--prompts", required=True, type=Path, metavar="FILE", help="TOML file of templates and topics")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="JSON lines, which grow")
     parser.add_argument("--count", type=int, metavar="N", help="answer the first N prompts only")
@@ -149,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (0)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts' order (0)")
     args = parser.parse_args(arguments)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    tokenizer = load_tokenizer(args.target)
     pipe = Pipeline(args.target, schedule=PLAIN.name)
     prompts = prompts_of(args.prompts, args.seed)[: args.count]
     how = {"rows": args.rows, "new_tokens": args.max_new_tokens, "temperature": args.temperature}
