@@ -29,7 +29,7 @@ VERSION = 3
 
 @dataclass
 class StepCounts:
-    """Counts of one model in one text, those of :class:`pipespec.api.report.StageReport`. 0 where the system does not count it.
+    """Counts of one model in one text, those of :class:`pipespec.api.output.StageReport`. 0 where the system does not count it.
 
     Attributes:
         name: Of the model: the draft's name, or ``"target"``.

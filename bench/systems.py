@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from bench.config import BenchConfig
 from bench.samples import Sample, StepCounts
+from pipespec.api.output import StageReport
 from pipespec.api.pipeline import Pipeline
-from pipespec.api.report import StageReport
 from pipespec.config import SpeculationConfig
 from pipespec.engine.chain import as_draft
 from pipespec.engine.ngram import NGRAM

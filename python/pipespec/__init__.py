@@ -9,8 +9,8 @@ from pipespec_kernels import __version__
 
 if TYPE_CHECKING:
     from pipespec.api.attach import attach, attached, detach
+    from pipespec.api.output import Report, StageReport
     from pipespec.api.pipeline import Pipeline
-    from pipespec.api.report import Report, StageReport
     from pipespec.engine.grammar import TokenMatcher
     from pipespec.engine.known import refresh
     from pipespec.engine.ngram import NgramDraft
@@ -43,10 +43,10 @@ _HOMES = {
     "NgramDraft": "pipespec.engine.ngram",
     "OutputPenaltyLogitsProcessor": "pipespec.engine.sampling",
     "Pipeline": "pipespec.api.pipeline",
-    "Report": "pipespec.api.report",
+    "Report": "pipespec.api.output",
     "SpeedWarning": "pipespec.schedules.base",
     "StageFailure": "pipespec.schedules.base",
-    "StageReport": "pipespec.api.report",
+    "StageReport": "pipespec.api.output",
     "StaleText": "pipespec.schedules.base",
     "TokenMatcher": "pipespec.engine.grammar",
     "attach": "pipespec.api.attach",

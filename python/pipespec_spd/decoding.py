@@ -21,7 +21,7 @@ from pipespec.engine.sampler import HostSampler
 from pipespec.engine.sampling import SamplingParams, Step
 from pipespec.errors import user_stacklevel
 from pipespec.models.layout import CacheLayout
-from pipespec.process.interrupts import draft_errors
+from pipespec.process.threads import draft_errors
 from pipespec.schedules.base import Decoder, GenerationRequest, StageFailure
 from pipespec_spd.drafting import Drafter, SampleTokens
 from pipespec_spd.machine import DraftRequest, Entry, Machine

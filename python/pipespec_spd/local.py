@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import prompt_chunks
-from pipespec.engine.inputs import PREFILL_CHUNK
+from pipespec.engine.chain import PREFILL_CHUNK
 from pipespec.schedules.base import Decoder
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter

@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
-from pipespec.models.devices import input_device
-from pipespec.models.properties import embedding_size
+from pipespec.models.properties import embedding_size, input_device
 from pipespec_spd.drafting import CHUNK, Drafter, SampleTokens
 from pipespec_spd.machine import DraftRequest
 

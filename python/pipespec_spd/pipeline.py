@@ -15,12 +15,12 @@ from pipespec.api.output import report_of
 from pipespec.api.prepare import PreparedCall
 from pipespec.checks.devices import device_name
 from pipespec.checks.models import check_chain
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.chain import stage_names
 from pipespec.errors import NotKnown
-from pipespec.models.devices import not_whole_reason
 from pipespec.models.families import embedded
 from pipespec.models.loading import load_model
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import not_whole_reason
 from pipespec.schedules.base import GenerationRequest
 from pipespec_spd.decoding import SpeculativeDriver
 from pipespec_spd.draft_module import CONFIG_FILE, DraftModule, DraftModuleConfig

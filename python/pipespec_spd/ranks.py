@@ -38,8 +38,8 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.known import NATIVE
 from pipespec.models.families import embedded
 from pipespec.models.parts import ModelParts
-from pipespec.process.interrupts import delayed, handlers_watched
 from pipespec.process.ranks import START_S, RankError, rank_and_world
+from pipespec.process.threads import delayed, handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.base import Decoder, GenerationRequest
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pipespec.api.report import Report
+from pipespec.api.output import Report
 from pipespec_spd.law import spd_accepted_length
 
 PHASES = ("prefill", "draft", "stages", "verify", "other")

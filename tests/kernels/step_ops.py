@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipespec import trust
 from pipespec.engine.attention import ATTENTION
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.schedules.graphs.capture import RecordedStep
 from pipespec.schedules.graphs.scheduling import HostShadow

@@ -11,7 +11,7 @@ from torch import nn
 
 import pipespec
 from pipespec import Pipeline
-from pipespec.models.adapters import named_tensors
+from pipespec.models.properties import named_tensors
 from pipespec.models.quantizing import quantized
 from pipespec.schedules.asynchronous.messages import share
 from tests.conftest import noisy, random_llama

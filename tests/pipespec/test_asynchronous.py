@@ -12,7 +12,7 @@ from transformers.generation import LogitsProcessor
 from transformers.generation import logits_process as hf
 
 from pipespec import Pipeline, StageFailure
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampling import STATELESS, OutputPenaltyLogitsProcessor, Prompt, SamplingParams
 from pipespec.schedules.asynchronous.messages import Call, Status
 from tests.conftest import always_right, noisy, random_llama, random_prompts

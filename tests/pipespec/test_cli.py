@@ -261,7 +261,7 @@ def test_generate_warns_beyond_the_models_limit(family, capsys, length):
 def test_a_long_prompt_shows_on_a_terminal_how_much_is_read(family, capsys, monkeypatch):
     """One line, drawn in place, which is gone before the text begins."""
     arguments = ["generate", "--target", str(family / "target"), "--prompt", "x" * 300, "--max-new-tokens", "6"]
-    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", 100)
+    monkeypatch.setattr("pipespec.engine.chain.PREFILL_CHUNK", 100)
     monkeypatch.setattr("pipespec.process.progress._LONG_PROMPT", 200)
     assert main(arguments) == 0
     assert "reading" not in capsys.readouterr().err

@@ -329,7 +329,7 @@ def _shown(call: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", KINDS)
 def test_random_conversations(name, files, monkeypatch):
     kind = KINDS[name]
-    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("pipespec.engine.chain.PREFILL_CHUNK", CHUNK)
     monkeypatch.setattr("pipespec.engine.prefixes.SHORTEST", 4)
     if kind.wide:
         monkeypatch.setattr("pipespec.engine.forward.library_columns", lambda dtype: WIDE)

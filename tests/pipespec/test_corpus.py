@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from pipespec import NgramDraft, Pipeline, attach
 from pipespec.demo import family_path
-from pipespec.engine import corpus, ngram
-from pipespec.engine.corpus import ANSWERS, corpus_ids, ids_of_answers
+from pipespec.engine import ngram
+from pipespec.engine.ngram import ANSWERS, corpus_ids, ids_of_answers
 from pipespec.models.loading import load_model
 from tests.conftest import random_llama
 
@@ -95,8 +95,8 @@ def test_ids_are_kept_by_text_and_tokenizer(tmp_path, cache, monkeypatch):
     (file,) = cache.iterdir()
 
     def count(found: list[str]):
-        real = corpus._encoded
-        monkeypatch.setattr(corpus, "_encoded", lambda *args: found.append(args[0]) or real(*args))
+        real = ngram._encoded
+        monkeypatch.setattr(ngram, "_encoded", lambda *args: found.append(args[0]) or real(*args))
 
     reads: list[str] = []
     count(reads)

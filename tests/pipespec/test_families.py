@@ -15,8 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.checks.models import check_architecture
-from pipespec.checks.support import check_streams
+from pipespec.checks.models import check_architecture, check_streams
 from pipespec.engine import native
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward, native_unsupported_reason

@@ -22,7 +22,7 @@ import pipespec_kernels
 from pipespec import Pipeline
 from pipespec.api import base
 from pipespec.config import SpeculationConfig
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.schedules.base import SpeedWarning

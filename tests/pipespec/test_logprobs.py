@@ -8,8 +8,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.engine.sampling import ScoreRecord, Step
-from pipespec.schedules.graphs import buffers
+from pipespec.engine.sampling import ScoreRecord, Selection, Step
 from pipespec.schedules.graphs.buffers import StaticRecord
 from tests.conftest import left_pad, noisy, random_llama
 
@@ -75,10 +74,10 @@ def test_no_room_at_fixed_addresses(target, call, monkeypatch, error) -> None:
 def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     """Without data, an operation whose host reads values raises."""
 
-    def without_data(_, selected, *__, **___):
-        return logits.new_empty(rows, width, 1 + TOP), selected.new_empty(rows, width, TOP)
+    def without_data(found, _):
+        return logits.new_empty(rows, width, 1 + TOP), found.selected.new_empty(rows, width, TOP)
 
-    monkeypatch.setattr(buffers, "logprobs_of", without_data)
+    monkeypatch.setattr(Selection, "logprobs", without_data)
     rows, width = 3, 4
     record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
     with FakeTensorMode():
@@ -87,9 +86,8 @@ def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
         logits = torch.empty(rows, width, VOCABULARY, dtype=torch.bfloat16)
         selected = torch.empty(rows, width, dtype=torch.int32)
         counts = [torch.empty(rows, dtype=torch.int32) for _ in range(3)]
-        static.write(
-            logits, logits.float(), selected, Step(selected, *counts), torch.empty(rows), torch.empty(rows, width)
-        )
+        step, whole = Step(selected, *counts), torch.empty(rows)
+        static.write(Selection(logits, logits.float(), selected, step, whole, torch.empty(rows, width)))
         with pytest.raises(DataDependentOutputException):
             int(selected[0, 0])
 

@@ -11,10 +11,10 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.checks.devices import HEADROOM, DeviceFacts, cache_bytes, check_memory
-from pipespec.checks.support import check_shareable
+from pipespec.checks.models import check_shareable
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
-from pipespec.engine.inputs import first_capacity, prefill_chunk, static_capacity
+from pipespec.engine.chain import first_capacity, prefill_chunk, static_capacity
 from pipespec.errors import DoesNotFit
 from pipespec.models.layout import CacheLayout
 from pipespec_spd import SpeculativePipeline

@@ -17,8 +17,8 @@ from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import TOLERANCE
 from pipespec.engine.forward import choose_fused, described
-from pipespec.models import families, merging
-from pipespec.models.merging import merged
+from pipespec.engine.fused import merged
+from pipespec.models import families
 from tests.pipespec.test_fused import static_logits
 from tests.pipespec.test_native import MODELS, ids, make
 
@@ -109,7 +109,7 @@ def test_extra_memory_is_that_of_one_group(monkeypatch):
 
     def merge_watched(groups):
         with monkeypatch.context() as patch:
-            patch.setattr(merging.torch, "cat", watched)
+            patch.setattr(fused.torch, "cat", watched)
             return merge(groups)
 
     monkeypatch.setattr(fused, "merge", merge_watched)
@@ -193,7 +193,7 @@ def test_no_memory(monkeypatch):
             raise torch.OutOfMemoryError("none")
 
         with monkeypatch.context() as patch:
-            patch.setattr(merging.torch, "cat", cat)
+            patch.setattr(fused.torch, "cat", cat)
             return merge(groups)
 
     monkeypatch.setattr(fused, "merge", no_memory)

@@ -29,7 +29,7 @@ LOCKSTEP = {"schedule": "lockstep", "lookahead": 4}
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
     """Chunks and prefixes of the size of these prompts."""
-    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("pipespec.engine.chain.PREFILL_CHUNK", CHUNK)
     monkeypatch.setattr("pipespec.engine.prefixes.SHORTEST", 4)
 
 

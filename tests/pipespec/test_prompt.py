@@ -15,7 +15,7 @@ LENGTHS = (3, 6, 17, 30)  # below the boundary, above it, and longer than one an
 @pytest.fixture(autouse=True)
 def boundary(monkeypatch):
     monkeypatch.setattr("pipespec.engine.forward.library_columns", lambda dtype: WIDE)
-    monkeypatch.setattr("pipespec.engine.inputs.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("pipespec.engine.chain.PREFILL_CHUNK", CHUNK)
 
 
 @pytest.fixture

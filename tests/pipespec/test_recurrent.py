@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.checks.support import check_runnable, check_streams
+from pipespec.checks.models import check_runnable, check_streams
 from pipespec.engine import recurrent
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward

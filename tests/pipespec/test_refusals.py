@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaModel
 
 from pipespec import NgramDraft, Pipeline
 from pipespec.checks.devices import weights_of_each
-from pipespec.checks.support import check_runnable
+from pipespec.checks.models import check_runnable
 from pipespec.models.tokenizers import load_tokenizer
 from pipespec.schedules.asynchronous import local
 from pipespec_spd import SpeculativePipeline

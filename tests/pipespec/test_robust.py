@@ -65,7 +65,7 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(model, monkeypatch, h
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
     """The cache does not grow to the limit, which is often the model's."""
-    monkeypatch.setattr("pipespec.engine.inputs.INITIAL_CAPACITY", 5)
+    monkeypatch.setattr("pipespec.engine.chain.INITIAL_CAPACITY", 5)
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
     got = chain.generate(ids, attention_mask=mask, max_new_tokens=300)
     assert torch.equal(got, greedy(model, ids, 300, attention_mask=mask))

@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pipespec import Pipeline, trust
-from pipespec.process import interrupts
-from pipespec.process.interrupts import delayed, handlers_watched, is_handlers_error, raise_handlers_error
+from pipespec.process import threads
+from pipespec.process.threads import delayed, handlers_watched, is_handlers_error, raise_handlers_error
 from pipespec.schedules.base import StageFailure
 from pipespec_kernels import _native, env, state
 from pipespec_kernels.state import StateBlock
@@ -184,11 +184,11 @@ def test_errors_of_the_caller_at_any_moment_of_a_call():
                 try:
                     signal.setitimer(signal.ITIMER_REAL, 2e-5 + 1e-6 * (trial % 100))
                     for _ in range(200):
-                        with interrupts.program_end_awaited():
+                        with threads.program_end_awaited():
                             pass
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
-            assert not interrupts._calling
+            assert not threads._calling
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

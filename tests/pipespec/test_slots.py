@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 import pipespec
 from pipespec import Pipeline, SpeedWarning
-from pipespec.api.report import own_report
-from pipespec.api.slots import MAX_SLOTS
+from pipespec.api.base import MAX_SLOTS
+from pipespec.api.output import own_report
 from pipespec.engine.native import NativeForm
 from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.grammars import Classes

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipespec import Pipeline, attach, detach
 from pipespec.checks.devices import arrange, requested
-from pipespec.checks.support import check_streams
+from pipespec.checks.models import check_streams
 from pipespec.engine.cache import RowCache
 from pipespec.engine.forward import forward
 from pipespec.errors import DoesNotFit, NotCapturable
 from pipespec.models import loading
-from pipespec.models.devices import LayerDevices, offloaded_modules
+from pipespec.models.properties import LayerDevices, offloaded_modules
 from pipespec.schedules.asynchronous import membership
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.checkpoints import PROMPT, folder_of, gpus, llama, save, some_gpus

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api import pipeline
-from pipespec.checks.support import check_runnable, check_shareable, check_streams
+from pipespec.checks.models import check_runnable, check_shareable, check_streams
 from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from tests.conftest import always_right, noisy

@@ -18,8 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import StoppingCriteriaList, StopStringCriteria
 
 from pipespec.errors import Unsupported, UnsupportedInput
-from pipespec.models.devices import input_device
-from pipespec.models.properties import embedding_size
+from pipespec.models.properties import embedding_size, input_device
 from pipespec_kernels.state import MAX_EOS
 
 

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from pipespec.api.arguments import OWN, plain_number
 from pipespec.api.pipeline import Draft, Pipeline
 from pipespec.errors import Busy, NotKnown, Unsupported, is_final, notify_reader_of_failure, user_stacklevel
-from pipespec.models.adapters import without_wrapper
+from pipespec.models.properties import without_wrapper
 from pipespec.schedules.base import SpeedWarning
 
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from pipespec.api.output import Report, StageReport
 from pipespec.api.prepare import CallOptions
-from pipespec.api.report import Report, StageReport
 from pipespec.engine.sampler import no_distribution_error
 from pipespec.engine.sampling import row_seeds, with_penalties
 from pipespec.errors import Unsupported
 from pipespec.models.compat import mask_columns_of_call
-from pipespec.process.interrupts import raise_program_end
+from pipespec.process.threads import raise_program_end
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
 

@@ -11,26 +11,23 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.api.base import BasePipeline
+from pipespec.api.output import Report
 from pipespec.api.prepare import CallOptions, PreparedCall
-from pipespec.api.report import Report
 from pipespec.checks.devices import Devices, Weights, arrange, weights_of_each
-from pipespec.checks.models import check_chain, check_exact, vocabulary_of
-from pipespec.checks.support import cost_of_width
+from pipespec.checks.models import check_chain, check_exact, cost_of_width, vocabulary_of
 from pipespec.config import SpeculationConfig, can_be_captured, can_be_controlled
 from pipespec.engine.cached_text import forward_group
-from pipespec.engine.chain import DraftSpec, as_draft
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.chain import DraftSpec, as_draft, stage_names
 from pipespec.errors import DoesNotFit, NotCapturable, NotKnown, UnsupportedInput, mark_final
-from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import input_device, not_whole_reason, tensor_parallel_size
 from pipespec.models.loading import gguf_path, load_config, load_model
+from pipespec.models.properties import input_device, not_whole_reason, tensor_parallel_size, without_wrapper
 from pipespec.models.quantized import with_kv_of
-from pipespec.process.interrupts import handlers_watched, raise_handlers_error
+from pipespec.process.threads import handlers_watched, raise_handlers_error
 from pipespec.registry import DRAFTS, LOCKSTEP, SCHEDULES, WORKERS, default_schedule, imported
 from pipespec.schedules.base import Driver, GenerationRequest, make_driver, warn_of_speed
 
 if TYPE_CHECKING:
-    from pipespec.schedules.follower import FollowerDriver
+    from pipespec.schedules.lockstep import FollowerDriver
 
 Draft: TypeAlias = PreTrainedModel | DraftSpec | Any
 """A draft as users give it: a model, its path, the name of a kind, or an object, see :data:`pipespec.registry.DRAFTS`."""
@@ -221,7 +218,7 @@ class Pipeline(BasePipeline):
         if on_gpu and config.schedule_row.has_drafts and (cost := cost_of_width(chain.models[-1])) is not None:
             warn_of_speed(cost)
         if self._follows:
-            from pipespec.schedules.follower import FollowerDriver
+            from pipespec.schedules.lockstep import FollowerDriver
 
             return FollowerDriver(chain.models, config)
         if is_named or not config.schedule_row.has_processes:

@@ -12,7 +12,7 @@ import torch
 from pipespec.engine.callers import call_with_ids
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
-from pipespec.process.interrupts import raise_program_end
+from pipespec.process.threads import raise_program_end
 from pipespec.schedules.base import TextSource
 
 

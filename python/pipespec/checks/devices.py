@@ -19,12 +19,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipespec.config import WEIGHT_FORMATS
-from pipespec.engine.inputs import first_capacity, stage_names, static_capacity
+from pipespec.engine.chain import first_capacity, stage_names, static_capacity
 from pipespec.errors import DoesNotFit, user_stacklevel
-from pipespec.models.devices import LayerDevices, local_kv_heads
 from pipespec.models.layout import CacheLayout
 from pipespec.models.loading import file_in_blocks, is_out_of_memory, load_config, readable, stored_bytes
-from pipespec.models.properties import compute_dtype, kv_dtype, quantisation, text_config
+from pipespec.models.properties import LayerDevices, compute_dtype, kv_dtype, local_kv_heads, quantisation, text_config
 from pipespec_kernels.env import host_memory
 
 Device = torch.device | str

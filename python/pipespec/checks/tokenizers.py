@@ -11,8 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from pipespec.engine.chain import DraftSpec
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.chain import DraftSpec, stage_names
 from pipespec.models.loading import is_gguf
 from pipespec.models.tokenizers import ByteTokenizer, backend_of, load_tokenizer, tokenizer_file
 from pipespec.registry import TRANSLATED

@@ -30,7 +30,7 @@ from pipespec.process.progress import quiet_transformers, reading_shown, say, wo
 from pipespec.registry import LOCKSTEP, SCHEDULES
 
 if TYPE_CHECKING:
-    from pipespec.api.report import Report
+    from pipespec.api.output import Report
 
 
 def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:

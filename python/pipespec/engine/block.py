@@ -19,17 +19,22 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.head import HeadDraft, HeadStage
-from pipespec.engine.inputs import StageInputs
-from pipespec.engine.sampling import float32_copy
-from pipespec.engine.target_reader import CONFIG, ReaderConfig, TargetReader, layer_config, read_record, read_weights
+from pipespec.engine.target_reader import (
+    CONFIG,
+    NativeProduct,
+    ReaderConfig,
+    TargetReader,
+    layer_config,
+    read_record,
+    read_weights,
+)
 from pipespec.models.description import embedding_scale
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE, fill
 from pipespec.models.properties import weight_bytes
-from pipespec_kernels.decoder import DecoderShape, NativeDecoder
 from pipespec_kernels.state import Action
 
 _KINDS = ("dflash", "dspark")
@@ -185,38 +190,6 @@ class MarkovHead(nn.Module):
             bias = before[-1]
         found: torch.Tensor = self.markov_w2(bias)
         return found
-
-
-class NativeProduct(nn.Module):
-    """A linear module on the CPU that multiplies a few columns by packed weights, and more of them as it did.
-
-    Args:
-        linear: the module, without bias. Its own weights stay.
-
-    Raises:
-        NotReadable: the native product does not take its dtype or shape.
-    """
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self._linear = [linear]  # not a submodule: it may be the target's
-        shape = DecoderShape(linear.in_features, 1, 1, 1, 2, linear.out_features, eps=0.0, scale=1.0)
-        try:
-            self._product = NativeDecoder(shape, (), head=linear.weight.detach())
-        except (ValueError, TypeError) as error:
-            raise NotReadable(str(error)) from error
-
-    def forward(self, columns: torch.Tensor) -> torch.Tensor:
-        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of the columns."""
-        linear = self._linear[0]
-        if columns.numel() > WIDTH * linear.in_features:
-            found: torch.Tensor = linear(columns)
-            return found
-        return (
-            self._product.logits(float32_copy(columns.reshape(1, -1, linear.in_features)))
-            .to(columns.dtype)
-            .view(*columns.shape[:-1], -1)
-        )
 
 
 class BlockDrafter(TargetReader):

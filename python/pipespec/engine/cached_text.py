@@ -13,16 +13,15 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.form import Form
 from pipespec.engine.forward import described, form_of, forward, forward_row, recheck, wide_columns
-from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import NATIVE, token_of
 from pipespec.engine.native import NativeForm
 from pipespec.engine.prefixes import NOT_KEPT, KeptText, Origin, PrefixStore, Source, WeightWatch, numeric_settings
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sampling import common_length
-from pipespec.models.devices import input_device, tensor_parallel_size
-from pipespec.models.properties import embedding_size
+from pipespec.models.properties import embedding_size, input_device, tensor_parallel_size
 from pipespec.process.progress import note_reading
 
 if TYPE_CHECKING:

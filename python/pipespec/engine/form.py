@@ -20,8 +20,7 @@ from pipespec.models import description, families
 from pipespec.models.compat import hidden_of
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import FULL, SLIDING, CacheLayout, takes_mask_per_type
-from pipespec.models.parts import ModelParts, inputs_of
-from pipespec.models.per_layer import keys_of
+from pipespec.models.parts import ModelParts, inputs_of, keys_of
 from pipespec.models.properties import text_config
 from pipespec.models.quantized import formats_of
 

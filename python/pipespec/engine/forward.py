@@ -24,9 +24,9 @@ from pipespec.engine.known import (
 from pipespec.engine.native import NativeForm, native_form
 from pipespec.engine.runtime import ChosenForm, Forms, runtime_of
 from pipespec.models.compat import library_columns
-from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.parts import ModelParts
+from pipespec.models.properties import input_device
 from pipespec.models.quantized import Int8Linear, has_blocks
 from pipespec.process.threads import Lock
 

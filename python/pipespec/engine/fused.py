@@ -3,8 +3,10 @@
 For steps that are captured in a CUDA graph. A layer takes 5 launches where transformers' modules take 40: norm with queries, keys, values, RoPE and append to the cache;
 attention; output with the residual sum; norm with gate, up and activation; down with the residual sum. With norms of heads (Qwen3) RoPE and append are a sixth one.
 All sums have a fixed order, so a token's bits are the same in every such step: those of a verification are those of decoding token by token. Steps of more than 16 rows, as
-those of prompts, take products of the library and 9 launches (the norms, RoPE and the activation between the products). The weights are the model's own, without a copy: those of one input are merged,
-see :mod:`pipespec.models.merging`. Opaque modules in the place of linear ones (quantised, or with an adapter) are called as they are: a layer of them
+those of prompts, take products of the library and 9 launches (the norms, RoPE and the activation between the products). The weights are the model's own, without a copy: those of one input
+(queries, keys and values; gate and up) become one matrix, of which the model's parameters are views. The parameters stay the same objects with the same values, so state
+dicts, optimizers and changes in place work as before. Whatever gives a parameter other memory (``.to()``, another ``.data``) ends the merge of its matrix: :func:`merged` no
+longer finds it. Opaque modules in the place of linear ones (quantised, or with an adapter) are called as they are: a layer of them
 takes their launches and 6 of ours.
 
 The exact form runs wide steps, too, in the products of narrow ones, 16 rows at a time. A row's logits are then a function of its text, however the text is cut into
@@ -17,7 +19,7 @@ import copy
 import itertools
 import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -30,12 +32,69 @@ from pipespec.engine.form import Form, WholeModel, check_outputs, probe, probe_c
 from pipespec.engine.known import FUSED, moving
 from pipespec.models import description, families, tiled
 from pipespec.models.families import NotReadable
-from pipespec.models.merging import check_separate, merge, merged
+from pipespec.models.loading import is_out_of_memory
 from pipespec.models.parts import ModelParts
 from pipespec_kernels import ops
 from pipespec_kernels.kv import attention_tickets
 from pipespec_kernels.products import MAX_ROWS, can_append, can_halve
 from pipespec_kernels.tiles import TiledMatrix
+
+
+def merged(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor whose rows are those of all parts, in order: a view of the memory that they share. None where they lie elsewhere."""
+    first = parts[0]
+    at, rows = first.storage_offset(), 0
+    for part in parts:
+        # Not by address: tensors on torch's meta device have none.
+        same = part.untyped_storage()._cdata == first.untyped_storage()._cdata and part.storage_offset() == at
+        if not same or not part.is_contiguous():
+            return None
+        at, rows = at + part.numel(), rows + part.shape[0]
+    shape = torch.Size((rows, *first.shape[1:]))
+    return first.as_strided(shape, (*shape[1:], 1))
+
+
+def merge(groups: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Give the tensors of each group one memory. The extra memory is that of one group.
+
+    Raises:
+        NotReadable: there is no memory for a group. Those before it are merged.
+    """
+    for group in groups:
+        if merged(group) is not None:
+            continue
+        try:
+            # Data of a parameter are an inference tensor if it is one.
+            with torch.inference_mode(group[0].is_inference()), torch.no_grad():
+                whole = torch.cat([parameter.detach() for parameter in group])
+                for parameter, part in zip(group, whole.split([len(parameter) for parameter in group]), strict=True):
+                    parameter.data = part
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotReadable("there is no memory to merge its matrices") from error
+
+
+def check_separate(model: nn.Module, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Check that no memory of the groups belongs to another parameter, too: a merge would end what they share.
+
+    Raises:
+        NotReadable: names two parameters.
+    """
+    moving = {id(parameter) for parameter in itertools.chain.from_iterable(groups)}
+    reached: dict[int, tuple[int, str, int]] = {}  # per storage, the span that reaches furthest
+    for storage, begin, end, name, one in sorted(_spans(model)):
+        far, other_name, other = reached.get(storage, (0, "", 0))
+        if begin < far and not moving.isdisjoint((one, other)):
+            raise NotReadable(f"{other_name} and {name} share memory")
+        reached[storage] = max((end, name, one), (far, other_name, other))
+
+
+def _spans(model: nn.Module) -> Iterator[tuple[int, int, int, str, int]]:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        begin = int(parameter.storage_offset())
+        yield parameter.untyped_storage()._cdata, begin, begin + parameter.numel(), name, id(parameter)
+
 
 _numbers = itertools.count(1)
 
@@ -372,7 +431,7 @@ def _without_autocast(device: str) -> AbstractContextManager[Any]:
 def fused_form(model: PreTrainedModel, *, exact: bool = False) -> FusedForm:
     """The fused form of a model, after its logits agreed with those of the model's own modules, see :func:`check_outputs`.
 
-    It merges the weights of the model, see :mod:`pipespec.models.merging`.
+    It merges the weights of the model, see :mod:`pipespec.engine.fused`.
 
     Args:
         model: a known one, see :func:`pipespec.engine.known.identify`.

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.fused import FusedForm, _Product, _weight
+from pipespec.engine.fused import FusedForm, _Product, _weight, check_separate, merge
 from pipespec.models import families
 from pipespec.models.families import NotReadable
-from pipespec.models.merging import check_separate, merge
 from pipespec_kernels import ops
 
 

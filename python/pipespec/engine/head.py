@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +19,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.chain import DraftSpec
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import DraftSpec, StageInputs
 from pipespec.engine.known import NATIVE
 from pipespec.engine.native import NativeForm
 from pipespec.engine.prefixes import Origin, Source
@@ -32,18 +30,17 @@ from pipespec.engine.stage import Stage
 from pipespec.engine.target_reader import (
     CONFIG,
     WEIGHTS,
+    NativeProduct,
     ReaderConfig,
     TargetReader,
     layer_config,
     read_record,
     read_weights,
 )
-from pipespec.models import description
-from pipespec.models.devices import tensor_parallel_size
 from pipespec.models.families import NotReadable
 from pipespec.models.loading import DAMAGE, fill
 from pipespec.models.parts import ModelParts
-from pipespec_kernels.decoder import NativeDecoder
+from pipespec.models.properties import tensor_parallel_size
 from pipespec_kernels.state import Action
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -218,26 +215,15 @@ class DraftHead(TargetReader):
         """Its layers, the last norm and the matrix that gives the logits."""
         return ModelParts(self.block, list(self.layers), 0, self.rotary_emb, None, self.norm, self.lm_head)
 
-    def native_product(self) -> NativeDecoder:
-        """The product with ``fc``, on packed copies of its weights. Raises :class:`NotReadable` as :meth:`parts` does."""
-        shape, inputs = description.read(self.parts()).shape, self.config.count * self.config.target_hidden
-        outputs = self.config.block.hidden_size
-        matrix: Any = description.matrix_of(self.fc)
-        try:
-            return NativeDecoder(replace(shape, hidden=inputs, vocabulary=outputs), (), head=matrix)
-        except (ValueError, TypeError) as error:
-            raise NotReadable(f"the decoder does not take its fc: {error}") from error
-
-    def fuse(self, features: torch.Tensor, product: NativeDecoder | None = None) -> torch.Tensor:
-        """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``. ``product``: see :meth:`native_product`, for a few columns."""
+    def fuse(self, features: torch.Tensor, product: nn.Module | None = None) -> torch.Tensor:
+        """States ``[..., H]`` of the target's ``features [..., count * target_hidden]``. ``product``: in place of ``fc``."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
             parts = features.split(self.config.target_hidden, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
-        if product is not None and features.numel() <= product.shape.hidden * WIDTH:
-            return product.logits(float32_copy(features[None])[0])
-        return self.fc(features)
+        found: torch.Tensor = (product or self.fc)(features)
+        return found
 
     def forward(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, masks: Sequence[Any], cache: Any
@@ -289,7 +275,7 @@ class HeadStage(Stage):
     form = "draft head"
     may_defer = True
     _decoder: NativeForm | None = None
-    _product: NativeDecoder | None = None
+    _product: nn.Module | None = None
     """The head's ``fc``, with its native form."""
     _packed = False
     _source: Stage
@@ -311,8 +297,9 @@ class HeadStage(Stage):
         self._packed = True
         if self._native and self.model.device.type == "cpu":
             try:
-                self._decoder, self._product = NativeForm(self.model.parts(), 0), self.model.native_product()
-                self.form = NATIVE
+                decoder, fc = NativeForm(self.model.parts(), 0), self.model.fc
+                self._product = NativeProduct(fc) if type(fc) is nn.Linear else None  # one in blocks has its own
+                self._decoder, self.form = decoder, NATIVE
             except NotReadable as error:
                 self.form = f"{HeadStage.form}: {error}"
 

@@ -32,12 +32,19 @@ from pipespec.engine.originals import (
 )
 from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
-from pipespec.models.adapters import without_wrapper
-from pipespec.models.devices import LayerDevices, each_module, hooks_of, tensor_parallel_size
 from pipespec.models.families import NotReadable
 from pipespec.models.layout import CacheLayout, configuration_read, layout_unsupported_reason
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import compute_dtype, has_dropout, text_config
+from pipespec.models.properties import (
+    LayerDevices,
+    compute_dtype,
+    each_module,
+    has_dropout,
+    hooks_of,
+    tensor_parallel_size,
+    text_config,
+    without_wrapper,
+)
 from pipespec.process.threads import Lock
 from pipespec_kernels._native import Stamp
 

@@ -20,12 +20,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.head import HeadDraft
 from pipespec.engine.target_reader import ReaderConfig, TargetReader
-from pipespec.models.devices import input_device
 from pipespec.models.families import NotReadable
 from pipespec.models.gguf_models import fill_draft_layer
 from pipespec.models.loading import file_in_blocks, fill, is_gguf, read_stored, weight_files
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import compute_dtype, text_config
+from pipespec.models.properties import compute_dtype, input_device, text_config
 from pipespec.models.quantized import has_blocks
 from pipespec.models.quantizing import rest_in_float32
 from pipespec.models.tiled import put_in_tiles

@@ -16,7 +16,7 @@ from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
 from pipespec.engine.native import Checksums
 from pipespec.engine.sampling import common_length
-from pipespec.models.devices import each_module
+from pipespec.models.properties import each_module
 from pipespec_kernels.env import host_memory
 
 SHARE = 8

@@ -21,10 +21,9 @@ from transformers.activations import ACT2FN
 
 from pipespec.config import WIDTH
 from pipespec.models.compat import chunked_delta_rule
-from pipespec.models.devices import not_whole_reason
 from pipespec.models.layout import STATES, StateLayout
 from pipespec.models.parts import ModelParts
-from pipespec.models.properties import has_hooks, has_own_forward
+from pipespec.models.properties import has_hooks, has_own_forward, not_whole_reason
 
 _MODULES = ("linear_attn", "conv")
 """Attributes of a decoder layer that hold the recurrent module."""

@@ -384,6 +384,39 @@ class Step(NamedTuple):
     num_draft_tokens: Tensor
 
 
+class Selection(NamedTuple):
+    """What a step has selected, and from what.
+
+    Attributes:
+        raw: The model's logits of the step, ``[rows, width, V]``.
+        processed: The same after all processors.
+        selected: The tokens, int32 ``[rows, width]``.
+        step: What was fed.
+        inverse_temperature: Float32 ``[rows]``. None: greedy.
+        cutoff: Float32 ``[rows, width]``: what top-k, top-p and min-p leave. None: everything.
+    """
+
+    raw: Tensor
+    processed: Tensor
+    selected: Tensor
+    step: Step
+    inverse_temperature: Tensor | None
+    cutoff: Tensor | None
+
+    def logprobs(self, top_n: int) -> tuple[Tensor, Tensor]:
+        """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
+        chosen, top_ids, top = ops.logprobs(
+            self.processed,
+            self.selected,
+            self.step.query_lens,
+            self.step.num_draft_tokens,
+            inv_temperature=self.inverse_temperature,
+            cutoff=self.cutoff,
+            top_n=top_n,
+        )
+        return torch.cat([chosen[:, :, None], top], -1), top_ids
+
+
 class ScoreRecord:
     """What a call keeps of the target's logits, per row and committed token, on their device.
 
@@ -419,38 +452,21 @@ class ScoreRecord:
         self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
         self._warpers = tuple(warpers)
 
-    def write(
-        self,
-        raw: Tensor,
-        processed: Tensor,
-        selected: Tensor,
-        step: Step,
-        inverse_temperature: Tensor | None,
-        cutoff: Tensor | None,
-        first_row: int = 0,
-    ) -> None:
-        """Append what a step has selected.
-
-        Args:
-            raw: The model's logits of the step, ``[rows, width, V]``.
-            processed: The same after all processors.
-            selected: The tokens, int32 ``[rows, width]``.
-            step: What was fed.
-            inverse_temperature: Float32 ``[rows]``. None: greedy.
-            cutoff: Float32 ``[rows, width]``: what top-k, top-p and min-p leave. None: everything.
-            first_row: Row of the batch that is row 0 of the step.
-        """
+    def write(self, found: Selection, first_row: int = 0) -> None:
+        """Append what a step has selected. ``first_row``: row of the batch that is row 0 of the step."""
         own: list[Tensor | None] = [None, None]
         if self.top_logprobs is not None:
-            own = list(logprobs_of(processed, selected, step, inverse_temperature, cutoff, self.top_logprobs))
-        counts = (selected >= 0).sum(1).tolist()
+            own = list(found.logprobs(self.top_logprobs))
+        counts, step = (found.selected >= 0).sum(1).tolist(), found.step
         for row, (fed, draft_tokens) in enumerate(
             zip(step.query_lens.tolist(), step.num_draft_tokens.tolist(), strict=True)
         ):
             if fed:
                 columns, entries = slice(fed - 1 - draft_tokens, fed - 1 - draft_tokens + counts[row]), counts[row]
                 logprobs, top_ids = (None if x is None else x[row, :entries] for x in own)
-                self.add(first_row + row, entries, raw[row, columns], processed[row, columns], logprobs, top_ids)
+                self.add(
+                    first_row + row, entries, found.raw[row, columns], found.processed[row, columns], logprobs, top_ids
+                )
 
     def add(
         self,
@@ -480,27 +496,6 @@ class ScoreRecord:
         if self.logprobs is not None and self.top_ids is not None and logprobs is not None and top_ids is not None:
             self.logprobs[row].extend(logprobs.clone().unbind(0))
             self.top_ids[row].extend(top_ids.clone().unbind(0))
-
-
-def logprobs_of(
-    logits: Tensor,
-    selected: Tensor,
-    step: Step,
-    inverse_temperature: Tensor | None,
-    cutoff: Tensor | None,
-    top_n: int,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`pipespec_kernels.ops.logprobs`, with the selected token's before those of the likeliest: float32 ``[B, Q, 1 + n]``, int32 ``[B, Q, n]``."""
-    chosen, top_ids, top = ops.logprobs(
-        logits,
-        selected,
-        step.query_lens,
-        step.num_draft_tokens,
-        inv_temperature=inverse_temperature,
-        cutoff=cutoff,
-        top_n=top_n,
-    )
-    return torch.cat([chosen[:, :, None], top], -1), top_ids
 
 
 def common_length(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:

@@ -13,13 +13,16 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.utils import cached_file
 
-from pipespec.models.devices import input_device
+from pipespec.config import WIDTH
+from pipespec.engine.sampling import float32_copy
+from pipespec.models.families import NotReadable
 from pipespec.models.loading import read_stored
-from pipespec.models.properties import compute_dtype, embedding_size, text_config, weight_bytes
+from pipespec.models.properties import compute_dtype, embedding_size, input_device, text_config, weight_bytes
 from pipespec.models.quantized import INT8, has_blocks
 from pipespec.models.quantizing import put_in_blocks, rest_in_float32
 from pipespec.models.tiled import put_in_tiles
 from pipespec.process.records import parse_json
+from pipespec_kernels.decoder import DecoderShape, NativeDecoder
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -144,6 +147,38 @@ class ReaderConfig:
                 f"{self.where} reads the hidden states {list(layers)} (0: the embedding, k: the output of layer k - 1); the target's {depth} layers "
                 f"give those from 0 to {depth - 1}: {advice}"
             )
+
+
+class NativeProduct(nn.Module):
+    """A linear module on the CPU that multiplies a few columns by packed weights, and more of them as it did.
+
+    Args:
+        linear: the module, without bias. Its own weights stay.
+
+    Raises:
+        NotReadable: the native product does not take its dtype or shape.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = [linear]  # not a submodule: it may be the target's
+        shape = DecoderShape(linear.in_features, 1, 1, 1, 2, linear.out_features, eps=0.0, scale=1.0)
+        try:
+            self._product = NativeDecoder(shape, (), head=linear.weight.detach())
+        except (ValueError, TypeError) as error:
+            raise NotReadable(str(error)) from error
+
+    def forward(self, columns: torch.Tensor) -> torch.Tensor:
+        """``[..., in_features]`` to ``[..., out_features]``, in the dtype of the columns."""
+        linear = self._linear[0]
+        if columns.numel() > WIDTH * linear.in_features:
+            found: torch.Tensor = linear(columns)
+            return found
+        return (
+            self._product.logits(float32_copy(columns.reshape(1, -1, linear.in_features)))
+            .to(columns.dtype)
+            .view(*columns.shape[:-1], -1)
+        )
 
 
 class TargetReader(nn.Module):

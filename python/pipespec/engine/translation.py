@@ -11,16 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampling import SamplingParams, ScoreRecord, common_length
 from pipespec.engine.stage import ModelDraft, Stage
 from pipespec.models.properties import embedding_size
 from pipespec.models.tokenizers import ByteTokenizer
-from pipespec_kernels import _native
-from pipespec_kernels.state import Action, StateBlock
+from pipespec_kernels.state import Action
 
 SHORTEST, LONGEST = 32, 128
 """Characters of a piece of text that is encoded by itself: at least, and at most."""
@@ -324,17 +322,8 @@ class TranslatedStage(Stage):
 
     may_defer = False  # it has no prompt of the target's to read
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        block: StateBlock,
-        index: int,
-        trace: _native.TraceBuffer | None = None,
-        *,
-        spec: TranslatedDraft,
-        native: bool = True,
-    ) -> None:
-        super().__init__(model, block, index, trace, native=native)
+    def __init__(self, *place: Any, spec: TranslatedDraft, **options: Any) -> None:
+        super().__init__(*place, **options)
         self._spec = spec
         self._translated: list[TranslatedRow] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.models import compat, experts, latent, per_layer, recurrent
+from pipespec.models import compat
 from pipespec.models.families import (
     BEFORE,
     Family,
@@ -25,10 +25,20 @@ from pipespec.models.families import (
     outer_embedding_scale,
     windows_of,
 )
-from pipespec.models.parts import ModelParts
+from pipespec.models.parts import (
+    ALPHA,
+    ModelParts,
+    PerLayer,
+    copied_bytes,
+    experts_of,
+    halves_of_heads,
+    is_latent,
+    keys_of,
+    latent_of,
+    recurrent_of,
+)
 from pipespec.models.properties import rotary_changes_at
-from pipespec.models.quantized import Int8Linear, QuantizedEmbedding, QuantizedLinear
-from pipespec.models.tiled import TiledEmbedding, TiledLinear
+from pipespec.models.quantized import HeldMatrix, Int8Linear, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerSizes, LayerWeights, PerLayerInputs
 from pipespec_kernels.formats import QuantizedMatrix
 from pipespec_kernels.recurrent import Recurrent
@@ -116,7 +126,7 @@ def _read(parts: ModelParts, family: Family, matrices: bool) -> ReadModel:
         **_largest(sizes),
         **_of_all_layers(parts, family),
     )
-    ropes, read = _ropes(parts, family, rotations), per_layer.keys_of([*map(attention_of, parts.layers)])
+    ropes, read = _ropes(parts, family, rotations), keys_of([*map(attention_of, parts.layers)])
     return ReadModel(
         shape,
         tuple(
@@ -156,7 +166,7 @@ _BEYOND = {
 def _beyond_llama(parts: ModelParts, shape: DecoderShape, family: Family) -> str | None:
     found = [what for name, what in _BEYOND.items() if getattr(shape, name) != getattr(DecoderShape, name)]
     found += ["norms behind attention and feed-forward"] if family.norms.keys() != BEFORE.keys() else []
-    read = per_layer.keys_of([*map(attention_of, parts.layers)])
+    read = keys_of([*map(attention_of, parts.layers)])
     found += ["keys and values of other layers"] if any(of is not None for of in read) else []
     found += ["layers of several sizes"] if len(set(_layer_sizes(parts, family))) > 1 else []
     found += ["inputs of each layer"] if parts.per_layer is not None else []
@@ -213,7 +223,7 @@ def _kind_of_norms(parts: ModelParts, family: Family) -> tuple[str, float]:
 
 def embedding_scale(embed: Any) -> float:
     """What the module of a token embedding multiplies by, in its dtype."""
-    if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)):
+    if isinstance(embed, HeldMatrix):
         return 1.0 if embed.form.scale is None else embed.form.scale
     # Any other module may have an attribute of this name, which its forward does not read.
     if not type(embed).__name__.endswith("ScaledWordEmbedding"):
@@ -246,7 +256,7 @@ def _ropes(parts: ModelParts, family: Family, rotations: Sequence[str | None]) -
     ]
 
 
-def _per_layer(of: per_layer.PerLayer, layers: int) -> PerLayerInputs:
+def _per_layer(of: PerLayer, layers: int) -> PerLayerInputs:
     """What makes the inputs of the first layers of a model."""
     rows = _of_rows(of.projection, ["matrix"], [layers * of.size])
     embedding: Any = matrix_of(of.embed)
@@ -265,7 +275,7 @@ def _layer_sizes(parts: ModelParts, family: Family) -> list[LayerSizes]:
     # A part may have recurrent layers alone.
     is_recurrent = all(attn is None for attn in attentions)
     usual = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads if is_recurrent else 0
-    for i, (layer, attn, of) in enumerate(zip(parts.layers, attentions, per_layer.keys_of(attentions), strict=True)):
+    for i, (layer, attn, of) in enumerate(zip(parts.layers, attentions, keys_of(attentions), strict=True)):
         # Not always that of the configuration, which some models adjust. Experts have their own, and of opaque modules it is not known.
         down = family.matrices_of(feed_forward_of(layer), ("down",)).get("down")
         inner = 0 if down is None or is_opaque(down) else int(down.in_features)
@@ -296,7 +306,7 @@ def _of_all_layers(parts: ModelParts, family: Family) -> dict[str, Any]:
     attentions = [attn for attn in map(attention_of, parts.layers) if attn is not None]
     if not all(attn.is_causal for attn in attentions):
         raise NotReadable("its attention is not causal")
-    if any(map(latent.is_latent, attentions)) and not compat.caches_latents(config.model_type):
+    if any(map(is_latent, attentions)) and not compat.caches_latents(config.model_type):
         raise NotReadable("this version of transformers keeps the keys and values of its latents; install a newer one")
     scales = {attn.scaling for attn in attentions} or {1.0}
     ranks = {getattr(attn, "kv_lora_rank", 0) for attn in attentions} or {0}
@@ -323,14 +333,14 @@ def _of_all_layers(parts: ModelParts, family: Family) -> dict[str, Any]:
 
 def _head_dim(attention: Any) -> int:
     """The size of a key. Of latents it is what a cache holds."""
-    if latent.is_latent(attention):
+    if is_latent(attention):
         return int(attention.kv_lora_rank + attention.qk_rope_head_dim)
     return int(attention.head_dim)
 
 
 def _activation(mlp: Any) -> str:
     mlp = getattr(mlp, "experts", mlp)
-    if getattr(mlp, "alpha", None) == experts.ALPHA:
+    if getattr(mlp, "alpha", None) == ALPHA:
         return "quick_gelu"
     module = next(getattr(mlp, name) for name in ("activation_fn", "act_fn", "act") if hasattr(mlp, name))
     name = activations().get(type(module))
@@ -345,22 +355,20 @@ def _layer(layer: Any, shape: DecoderShape, family: Family, sizes: LayerSizes) -
     weights: dict[str, Any] = dict.fromkeys(absent) | _matrices(layer, shape, family, sizes)
     weights |= _of_per_layer(layer, shape)
     if family.routing is not None:
-        weights["experts"] = experts.experts_of(feed_forward_of(layer), family.routing, matrix_of)
+        weights["experts"] = experts_of(feed_forward_of(layer), family.routing, matrix_of)
     for name, norm in _norms_of(layer, family).items():
         weights[name] = _weight_of(norm, sizes.head_dim)
         if (bias := _bias_of(norm)) is not None:
             weights[f"{name}_bias"] = bias
     if (sinks := getattr(attn, "sinks", None)) is not None:
         weights["sinks"] = sinks.detach()
-    if latent.is_latent(attn):
-        weights |= {"latent": latent.latent_of(attn, matrix_of), "q": None, "q_bias": None}
+    if is_latent(attn):
+        weights |= {"latent": latent_of(attn, matrix_of), "q": None, "q_bias": None}
     if attn is None:
         weights["recurrent"] = _recurrent(layer)
     elif family.gates_attention:
         for name in ("q", "q_bias") if weights["q_bias"] is not None else ("q",):
-            weights[name], weights[name.replace("q", "q_gate")] = recurrent.halves_of_heads(
-                weights[name], sizes.head_dim
-            )
+            weights[name], weights[name.replace("q", "q_gate")] = halves_of_heads(weights[name], sizes.head_dim)
     if (norm := getattr(layer, "hidden_norm", None)) is not None:
         # A draft head's first layer reads embeddings beside the hidden states, which have the second norm.
         weights |= {"side_norm": weights["input_norm"], "adds_to_norm": layer.norm_before_residual}
@@ -409,7 +417,7 @@ def _recurrent(layer: Any) -> Recurrent | None:
     net = getattr(layer, "linear_attn", None)
     if net is not None and net.activation not in ("silu", "swish"):
         raise NotReadable(f"the activation of its gated delta nets is {net.activation}")
-    return recurrent.recurrent_of(layer, matrix_of)
+    return recurrent_of(layer, matrix_of)
 
 
 def _of_linear(linear: Any, name: str, *, has_bias: bool = True) -> dict[str, Any]:
@@ -433,9 +441,7 @@ def _of_rows(linear: Any, names: Sequence[str], sizes: Sequence[int]) -> dict[st
 
 def matrix_of(module: Any) -> torch.Tensor | QuantizedMatrix | TiledMatrix:
     """The matrix of a linear module or an embedding."""
-    if isinstance(module, (QuantizedLinear, QuantizedEmbedding, TiledLinear, TiledEmbedding)):
-        return module.matrix
-    found: torch.Tensor = module.weight.detach()
+    found: Any = module.matrix if isinstance(module, HeldMatrix) else module.weight.detach()
     return found
 
 
@@ -444,4 +450,4 @@ def packed_bytes(model: PreTrainedModel | ModelParts) -> int:
     parts = model if isinstance(model, ModelParts) else ModelParts.of(model)
     modules = [module for _, module in parts.named_modules()]
     blocks = sum(module.blocks.nbytes for module in modules if isinstance(module, QuantizedLinear))
-    return blocks + sum(experts.copied_bytes(module) + latent.copied_bytes(module) for module in modules)
+    return blocks + sum(copied_bytes(module) for module in modules)

@@ -18,20 +18,27 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from pipespec.models import compat, experts, latent, per_layer, recurrent
-from pipespec.models.devices import not_whole_reason
+from pipespec.models import compat
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
-from pipespec.models.parts import ModelParts
-from pipespec.models.properties import changing_buffers, has_dropout, has_hooks, has_own_forward
+from pipespec.models.parts import (
+    ModelParts,
+    by_sigmoids,
+    by_sigmoids_of_all,
+    by_softmax,
+    by_softmax_of_groups,
+    by_sparse_mixer,
+)
+from pipespec.models.properties import changing_buffers, has_dropout, has_hooks, has_own_forward, not_whole_reason
 from pipespec.models.quantized import (
+    HeldMatrix,
     Int8Linear,
     JoinedLinear,
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
     StackedLinear,
+    is_tiled,
 )
-from pipespec.models.tiled import TiledEmbedding, TiledLinear
 from pipespec_kernels.experts import Routing
 from pipespec_kernels.tiles import BAND
 
@@ -39,8 +46,7 @@ DTYPES = frozenset((torch.float32, torch.bfloat16))
 """Dtypes of models that the native decoder packs."""
 
 _FOR_CPU = frozenset((Int8Linear, QuantizedLinear, QuantizedEmbedding, QuantizedExperts, StackedLinear, JoinedLinear))
-_FOR_GPU = frozenset((TiledLinear, TiledEmbedding))
-"""Modules of pipespec's own, which a copy for the CPU takes, and those that the operations for a GPU take."""
+"""Modules of pipespec's own which a copy for the CPU takes. The operations for a GPU take those in tiles."""
 
 _OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
 """Attributes of modules that the decoder takes from the configuration, where the modules have them from."""
@@ -48,13 +54,22 @@ _OF_CONFIGURATION = ("embedding_multiplier", "logit_scale")
 _NUMBERS = (
     "scaling", "variance_epsilon", "eps", "attention_scaling", "full_attention_attention_scaling", "sliding_attention_attention_scaling",
     "use_rope", "sliding_window", "is_sliding", "attn_logit_softcapping", "use_parallel_residual", "residual_multiplier", *_OF_CONFIGURATION,
-    "residual_scale", *experts.NUMBERS, *latent.NUMBERS, *recurrent.NUMBERS, *per_layer.NUMBERS,
+    "residual_scale",
+    # experts
+    "top_k", "norm_topk_prob", "routed_scaling_factor", "num_group", "topk_group", "topk_method", "router_jitter_noise", "limit", "alpha", "has_bias", "has_gate",
+    "has_post_expert_norm", "use_expert_bias", "is_transposed", "is_concatenated",
+    # latents and recurrent layers
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "activation",
+    # inputs of each layer, keys of others
+    "is_kv_shared_layer", "store_full_length_kv", "layer_type", "use_alternative_attention", "with_scale", "hidden_size_per_layer_input",
+    "per_layer_input_scale", "per_layer_model_projection_scale",
 )  # fmt: skip
 """Attributes of modules that the decoder takes over."""
 
 _CLASSES = (
     "ForCausalLM", "Model", "TextModel", "DecoderLayer", "Attention", "MLP", "RMSNorm", "LayerNorm", "LayerNormPerHead", "LayerNorm1P", "RotaryEmbedding",
-    "TextDecoderLayer", "TextAttention", "TextMLP", "TextRotaryEmbedding", "TextScaledWordEmbedding", "ScaledWordEmbedding", *experts.CLASSES, *recurrent.CLASSES,
+    "TextDecoderLayer", "TextAttention", "TextMLP", "TextRotaryEmbedding", "TextScaledWordEmbedding", "ScaledWordEmbedding",
+    "Experts", "TopKRouter", "TopkRouter", "SparseMoeBlock", "MoE", "Moe", "GatedDeltaNet", "RMSNormGated", "ShortConv",
 )  # fmt: skip
 """Ends of the names of the classes of a family. It may lack some."""
 
@@ -202,30 +217,30 @@ FAMILIES = {
             "granite", "Granite",
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
-        Family("mixtral", "Mixtral", routing=experts.softmax),
-        Family("phimoe", "Phimoe", routing=experts.sparse_mixer),
-        Family("qwen2_moe", "Qwen2Moe", routing=experts.softmax),
-        Family("qwen3_moe", "Qwen3Moe", routing=experts.softmax),
-        Family("gpt_oss", "GptOss", routing=experts.softmax),
+        Family("mixtral", "Mixtral", routing=by_softmax),
+        Family("phimoe", "Phimoe", routing=by_sparse_mixer),
+        Family("qwen2_moe", "Qwen2Moe", routing=by_softmax),
+        Family("qwen3_moe", "Qwen3Moe", routing=by_softmax),
+        Family("gpt_oss", "GptOss", routing=by_softmax),
         Family(
-            "granitemoe", "GraniteMoe", routing=experts.softmax,
+            "granitemoe", "GraniteMoe", routing=by_softmax,
             numbers={"embedding_scale": lambda c: c.embedding_multiplier, "logit_divisor": lambda c: c.logits_scaling},
         ),
-        Family("deepseek_v3", "DeepseekV3", routing=experts.by_sigmoids),
-        Family("glm4_moe", "Glm4Moe", routing=experts.by_sigmoids),
-        Family("dots1", "Dots1", routing=experts.by_sigmoids),
-        Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=experts.softmax, gates_attention=True),
+        Family("deepseek_v3", "DeepseekV3", routing=by_sigmoids),
+        Family("glm4_moe", "Glm4Moe", routing=by_sigmoids),
+        Family("dots1", "Dots1", routing=by_sigmoids),
+        Family("qwen3_next", "Qwen3Next", norm_offset=1.0, routing=by_softmax, gates_attention=True),
         Family("qwen3_5_text", "Qwen3_5", source="qwen3_5", norm_offset=1.0, gates_attention=True),
         Family(
-            "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=experts.softmax,
+            "qwen3_5_moe_text", "Qwen3_5Moe", source="qwen3_5_moe", norm_offset=1.0, routing=by_softmax,
             gates_attention=True,
         ),
         Family("lfm2", "Lfm2", in_stages=False, norms=_OF_LFM2, matrices=_LINEAR_OF_LFM2, activation="silu"),
         Family(
             "lfm2_moe", "Lfm2Moe", in_stages=False, norms=_OF_LFM2, matrices=_LINEAR_OF_LFM2, activation="silu",
-            routing=experts.by_sigmoids_of_all,
+            routing=by_sigmoids_of_all,
         ),
-        Family("deepseek_v2", "DeepseekV2", in_stages=False, rotates_pairs=True, routing=experts.by_softmax_of_groups),
+        Family("deepseek_v2", "DeepseekV2", in_stages=False, rotates_pairs=True, routing=by_softmax_of_groups),
         Family("minicpm3", "MiniCPM3", in_stages=False, numbers={"logit_divisor": lambda c: c.logits_scaling}),
     )
 }  # fmt: skip
@@ -251,7 +266,7 @@ def outer_embedding_scale(parts: ModelParts) -> float | None:
     if family is None or embed is None:
         return None
     if family.scales_embedding and compat.scales_outside(family.module):
-        form = embed.form if isinstance(embed, (QuantizedEmbedding, TiledEmbedding)) else None
+        form = embed.form if isinstance(embed, HeldMatrix) else None
         dtype = embed.weight.dtype if form is None else form.tiled or torch.float32
         return float(torch.tensor(parts.config.hidden_size**0.5, dtype=dtype, device="cpu"))
     return family.numbers_of(parts.config).get("embedding_scale")
@@ -332,7 +347,7 @@ def _identity(model: PreTrainedModel | ModelParts, packed: bool) -> tuple[Any, .
         seen.append((name, kind))
         if id(module) in inside:
             seen += state_of(module)
-        elif kind not in (classes - _FOR_CPU | _FOR_GPU if not packed else classes):
+        elif kind not in (classes if packed else classes - _FOR_CPU) and (packed or not is_tiled(module)):
             raise NotReadable(f"{where} is of class {kind.__name__}")
         if (why := _changed(module)) is not None:
             raise NotReadable(f"{where} {why}")
@@ -424,7 +439,7 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
 
 def is_opaque(linear: Any) -> bool:
     """Whether a module in the place of a linear one multiplies in a way of its own: quantised, or with an adapter."""
-    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, TiledLinear, StackedLinear)
+    own = type(linear) in (nn.Linear, Int8Linear, QuantizedLinear, StackedLinear) or is_tiled(linear)
     return not own or any(type(p) is not nn.Parameter for p in linear._parameters.values() if p is not None)
 
 
@@ -465,7 +480,7 @@ def runs(linears: tuple[Any, ...]) -> list[list[Any]]:
 
 def _kind(linear: Any) -> str | None:
     """The format of tiles; None: it has numbers."""
-    return linear.form.format if isinstance(linear, TiledLinear) else None
+    return linear.form.format if is_tiled(linear) else None
 
 
 def of_one_input(model: PreTrainedModel) -> list[tuple[torch.Tensor, ...]]:

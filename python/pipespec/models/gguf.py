@@ -40,15 +40,8 @@ CONVERTED = {
 
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 41: "Q1_0", 42: "Q2_0"}
 _OLD_LAYOUTS = {
-    4: "Q4_2",
-    5: "Q4_3",
-    31: "Q4_0_4_4",
-    32: "Q4_0_4_8",
-    33: "Q4_0_8_8",
-    36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8",
-    38: "IQ4_NL_8_8",
-}
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
+}  # fmt: skip
 """Types that are not supported, for messages. The second ones are of older programs, which wrote the same weights for one processor."""
 
 _MAX_ENTRIES = 1 << 22

@@ -9,79 +9,37 @@ from typing import Any
 NORM_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 TENSORS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "block_sparse_moe.router": "ffn_gate_inp",
-    "mlp.router": "ffn_gate_inp",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "self_attn.kv_b_proj": "attn_kv_b",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_qkvz": "ssm_in",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.conv": "shortconv.conv",
-    "conv.out_proj": "shortconv.out_proj",
-    "nextn.eh_proj": "nextn.eh_proj",
-    "nextn.enorm": "nextn.enorm",
-    "nextn.hnorm": "nextn.hnorm",
-    "nextn.norm": "nextn.shared_head_norm",
-}
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp", "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_qkvz": "ssm_in", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "conv.in_proj": "shortconv.in_proj", "conv.conv": "shortconv.conv", "conv.out_proj": "shortconv.out_proj",
+    "nextn.eh_proj": "nextn.eh_proj", "nextn.enorm": "nextn.enorm", "nextn.hnorm": "nextn.hnorm", "nextn.norm": "nextn.shared_head_norm",
+}  # fmt: skip
 """The modules of a layer in transformers, and their names in files after ``blk.N.``."""
 
 LEAVES = {
-    "sinks": "attn_sinks.weight",
-    "A_log": "ssm_a",
-    "dt_bias": "ssm_dt.bias",
-    "e_score_correction_bias": "exp_probs_b.bias",
-    "expert_bias": "exp_probs_b.bias",
-    "layer_scalar": "layer_output_scale.weight",
-}
+    "sinks": "attn_sinks.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "e_score_correction_bias": "exp_probs_b.bias",
+    "expert_bias": "exp_probs_b.bias", "layer_scalar": "layer_output_scale.weight",
+}  # fmt: skip
 """Weights that are not ``weight`` or ``bias`` of a module, and their names in files after ``blk.N.``."""
 
 _AROUND = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
 """Of layers with norms after each part."""
 
 _PER_LAYER = {
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm",
-}
+}  # fmt: skip
 """What makes inputs of each layer."""
 
 _BIASES = {"attn_q.bias": "attention_bias", "ffn_down.bias": "mlp_bias"}
@@ -90,19 +48,14 @@ EXPERTS = {name: f"ffn_{name}_exps" for name in ("gate", "up", "down")}
 """The matrices of all experts of a layer, after ``blk.N.``."""
 
 _COUNTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
 _LOCAL = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _SHARED_SIZE = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _ROUTED = {
-    "expert_count": "n_routed_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_shared_count": "n_shared_experts",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "leading_dense_block_count": "first_k_dense_replace",
-}
+    "expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "first_k_dense_replace",
+}  # fmt: skip
 _SCALED = {"expert_weights_scale": "routed_scaling_factor"}
 _GROUPS = {"expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
@@ -110,23 +63,14 @@ _ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 """Of models whose layers with a window always have it."""
 _DELTA = {
-    "ssm.conv_kernel": "linear_conv_kernel_dim",
-    "ssm.state_size": "linear_key_head_dim",
-    "ssm.group_count": "linear_num_key_heads",
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
-}
+}  # fmt: skip
 _OF_LFM2 = {
-    "model.embedding_norm": "token_embd_norm",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.gate": "ffn_gate_inp",
-}
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down", "feed_forward.gate": "ffn_gate_inp",
+}  # fmt: skip
 _AFTER_ATTENTION = {"post_attention_layernorm": "post_attention_norm"}
 
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}

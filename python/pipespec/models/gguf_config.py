@@ -37,63 +37,29 @@ def tensor_of(file: GgufFile, name: str) -> GgufTensor:
     return file.tensors[name]
 
 
-_HARMLESS = frozenset(
-    [
-        "vocab_size",
-        "context_length",
-        "embedding_length",
-        "block_count",
-        "feed_forward_length",
-        "attention.head_count",
-        "attention.head_count_kv",
-        "attention.key_length",
-        "attention.value_length",
-        NORM_EPS,
-        LAYER_NORM_EPS,
-        "attention.sliding_window",
-        "rope.dimension_count",
-        "rope.freq_base",
-        "rope.scale_linear",
-        "rope.scaling.type",
-        "rope.scaling.factor",
-        "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length",
-        "rope.scaling.finetuned",
-        "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "rope.scaling.yarn_log_multiplier",
-        "tensor_data_layout",
-        "pooling_type",
-    ]
-)
+_HARMLESS = frozenset([
+    "vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+    "attention.key_length", "attention.value_length", NORM_EPS, LAYER_NORM_EPS, "attention.sliding_window", "rope.dimension_count", "rope.freq_base",
+    "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier", "tensor_data_layout",
+    "pooling_type",
+])  # fmt: skip
 """Keys under the name of the architecture that are read here, or change nothing."""
 
 _LATENT_KEYS = (
-    "attention.kv_lora_rank",
-    "attention.q_lora_rank",
-    "attention.key_length_mla",
-    "attention.value_length_mla",
-)
+    "attention.kv_lora_rank", "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla",
+)  # fmt: skip
 """Those of latents."""
 
 _PER_LAYER_KEYS = (
-    "attention.key_length_swa",
-    "attention.value_length_swa",
-    "attention.shared_kv_layers",
-    "embedding_length_per_layer_input",
-    "rope.dimension_count_swa",
-)
+    "attention.key_length_swa", "attention.value_length_swa", "attention.shared_kv_layers", "embedding_length_per_layer_input", "rope.dimension_count_swa",
+)  # fmt: skip
 """Those of layers with sizes of their own."""
 
 _NEUTRAL = {
-    "attention.causal": True,
-    "use_parallel_residual": False,
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-    "embedding_scale": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-}
+    "attention.causal": True, "use_parallel_residual": False, "logit_scale": 1.0, "residual_scale": 1.0, "embedding_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0,
+}  # fmt: skip
 """Keys that are read nowhere, and the values at which they change nothing. Of others it is 0."""
 
 

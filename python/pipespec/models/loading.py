@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import cached_file
 
 from pipespec.errors import DoesNotFit, user_stacklevel
-from pipespec.models.adapters import without_wrapper
+from pipespec.models.properties import without_wrapper
 from pipespec.models.quantized import with_kv_of
 from pipespec.process.files import require_model
 from pipespec.process.threads import renew_pool

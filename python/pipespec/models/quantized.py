@@ -27,9 +27,6 @@ from pipespec_kernels.packed import PackedMatrix
 if TYPE_CHECKING:
     from pipespec.models.gguf import GgufFile
 
-FLOATS = "floats"
-"""In place of the weight format of a matrix without blocks."""
-
 INT8 = "int8"
 """As the weight format of a model: its matrices become :class:`Int8Linear`."""
 
@@ -38,7 +35,7 @@ _drops: contextvars.ContextVar[bool] = contextvars.ContextVar("drops", default=F
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a module holds its matrix: what a module without weights needs to be built like it.
+    """How a module holds its matrix.
 
     Attributes:
         format: name of the weight format, or :data:`INT8`.
@@ -57,43 +54,28 @@ class Blocks:
     tiled: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class Joined:
-    """How a :class:`JoinedLinear` holds its matrix.
+class HeldMatrix(nn.Module):
+    """A module with a matrix ``[rows, columns]`` in blocks, or in tiles. ``form``: how it holds it."""
 
-    Attributes:
-        parts: of its modules, of :data:`FLOATS` where one has none.
-        outputs: how many have an order of their own; None: they have not.
-        inputs: likewise.
-    """
+    form: Blocks
 
-    parts: tuple[Blocks, ...]
-    outputs: int | None
-    inputs: int | None
+    @property
+    def matrix(self) -> Any:
+        """The matrix, with its rows in the model's order."""
+        raise NotImplementedError
 
-
-@dataclass(frozen=True)
-class Stack:
-    """How the experts of a feed-forward hold their matrices.
-
-    Attributes:
-        parts: of the modules, each for all experts, and whether it has biases; the downs are the last one.
-    """
-
-    parts: tuple[tuple[Blocks, bool], ...]
-
-    @classmethod
-    def of(cls, *modules: Any) -> Stack:
-        """That of modules."""
-        return cls(tuple((module.form, module.bias is not None) for module in modules))
+    def extra_repr(self) -> str:
+        form = self.form
+        return f"{form.rows}, {form.columns}, {form.format}{' in tiles' if form.tiled else ''}"
 
 
-Form = Blocks | Joined | Stack
-"""How a module holds what it has of weights."""
+def is_tiled(module: Any) -> bool:
+    """Whether a module has a matrix in tiles, see :mod:`pipespec.models.tiled`."""
+    return isinstance(module, HeldMatrix) and module.form.tiled is not None
 
 
-class _Blocks(nn.Module):
-    """A module with a matrix ``[rows, columns]`` in blocks."""
+class _Blocks(HeldMatrix):
+    """A module with a matrix in blocks."""
 
     blocks: torch.Tensor
 
@@ -117,9 +99,6 @@ class _Blocks(nn.Module):
             return matrix
         order = torch.arange(form.rows).view(form.heads, -1, 2).transpose(1, 2).reshape(-1)
         return matrix.rows(order)
-
-    def extra_repr(self) -> str:
-        return f"{self.form.rows}, {self.form.columns}, {self.form.format}"
 
 
 class QuantizedLinear(_Blocks):
@@ -179,7 +158,6 @@ class StackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
-        self.form = Blocks(FLOATS, *weight.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``."""
@@ -209,21 +187,6 @@ class JoinedLinear(nn.Module):
         self.parts = nn.ModuleList(parts)
         self.register_buffer("outputs", outputs)
         self.register_buffer("inputs", inputs)
-
-    @property
-    def form(self) -> Joined:
-        """What a module without weights needs to be built like it."""
-        outputs, inputs = (None if order is None else len(order) for order in (self.outputs, self.inputs))
-        parts: list[Any] = list(self.parts)
-        return Joined(tuple(part.form for part in parts), outputs, inputs)
-
-    @classmethod
-    def empty(cls, form: Joined, make: Callable[[Blocks], nn.Module]) -> JoinedLinear:
-        """A module of a form, with memory that is not filled. ``make``: makes its parts likewise."""
-        orders = (
-            None if count is None else torch.empty(count, dtype=torch.int64) for count in (form.outputs, form.inputs)
-        )
-        return cls([make(part) for part in form.parts], *orders)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., outputs]`` of ``x [..., inputs]``, in the dtype of ``x``."""
@@ -266,11 +229,6 @@ class QuantizedExperts(OwnExperts):
     def __init__(self, own: Any, gate: Stacked, up: Stacked, down: Stacked) -> None:
         super().__init__(own)
         self.gate, self.up, self.down = gate, up, down
-
-    @property
-    def form(self) -> Stack:
-        """What a module without weights needs to be built like it."""
-        return Stack.of(self.gate, self.up, self.down)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``."""

@@ -7,7 +7,6 @@ both models, and no weight exists twice.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,26 +14,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipespec.models.adapters import base_layer, is_adapted
-from pipespec.models.devices import not_whole_reason
-from pipespec.models.properties import quantisation
+from pipespec.models.properties import base_layer, is_adapted, not_whole_reason, quantisation
 from pipespec.models.quantized import (
-    FLOATS,
     INT8,
-    Blocks,
-    Form,
     Int8Linear,
-    Joined,
     JoinedLinear,
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
-    Stack,
-    StackedLinear,
     has_blocks,
     untie,
 )
-from pipespec.models.tiled import TiledEmbedding, TiledExperts, TiledLinear, empty_of, on_gpu
+from pipespec.models.tiled import TiledEmbedding, TiledExperts, TiledLinear, on_gpu
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, format_of, quantize
 
 _SMALLEST = min(form.block for form in FORMATS.values())
@@ -170,56 +161,33 @@ _HELD = (
     TiledExperts,
     JoinedLinear,
 )
-"""Modules that are made again from their ``form``."""
+"""Modules that the class of a model does not make."""
 
 
-def described(model: PreTrainedModel) -> dict[str, tuple[Form, bool]]:
-    """By the names of its modules in int8 or in blocks: how they hold their matrices, and whether they have a bias."""
-    found: dict[str, tuple[Form, bool]] = {}
-    within: tuple[str, ...] = ()  # joined matrices and experts describe their parts
+def held_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """By their names, copies of the modules in int8 or in blocks on the meta device, which can be pickled."""
+    found: dict[str, nn.Module] = {}
+    within: tuple[str, ...] = ()  # joined matrices and experts hold their parts
     for name, module in model.named_modules():
         if isinstance(module, _HELD) and not name.startswith(within):
-            found[name] = module.form, getattr(module, "bias", None) is not None
+            held = (*module.named_parameters(), *module.named_buffers())
+            found[name] = copied = copy.deepcopy(module, {id(own): _on_meta(own) for _, own in held})
+            for part in copied.modules():
+                if "source" in vars(part):
+                    vars(part)["source"] = None  # a mapped file
             within += (f"{name}.",)
     return found
 
 
-def skeleton(kind: type[PreTrainedModel], config: Any, blocks: Mapping[str, tuple[Form, bool]]) -> PreTrainedModel:
-    """A model on the meta device, whose matrices are as :func:`described`."""
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def skeleton(kind: type[PreTrainedModel], config: Any, held: Mapping[str, nn.Module]) -> PreTrainedModel:
+    """A model on the meta device with :func:`held_modules` of another one."""
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
-        for name, (form, has_bias) in blocks.items():
-            module = model.get_submodule(name)
-            if isinstance(form, Joined):
-                made: nn.Module = JoinedLinear.empty(form, functools.partial(_empty, module=module, has_bias=False))
-            elif isinstance(form, Stack):
-                made = _empty_experts(form, module)
-            else:
-                made = _empty(form, module, has_bias)
-            model.set_submodule(name, made)
+    for name, module in held.items():
+        model.set_submodule(name, module)
     return model
-
-
-def _empty_experts(form: Stack, own: nn.Module) -> nn.Module:
-    """Experts that hold their matrices as ``form`` says, in the place of ``own``, with memory that is not filled."""
-    parts: list[Any] = [_empty(part, own, has_bias) for part, has_bias in form.parts]
-    if any(part.tiled is not None for part, _ in form.parts):
-        return TiledExperts(own, parts[:-1], parts[-1])
-    return QuantizedExperts(own, *parts)
-
-
-def _empty(form: Blocks, module: nn.Module, has_bias: bool) -> nn.Module:
-    """A module that holds its matrix as ``form`` says, in the place of ``module`` or of a part of it, with memory that is not filled."""
-    bias = nn.Parameter(torch.empty(form.rows), requires_grad=False) if has_bias else None
-    if form.format == FLOATS:
-        return StackedLinear(torch.empty(form.rows, form.columns), bias)
-    if form.format == INT8:
-        return Int8Linear(torch.empty((form.rows, form.columns), dtype=torch.int8), torch.empty(form.rows), bias)
-    if form.tiled is not None:
-        return empty_of(form, module, bias)
-    of = FORMATS[form.format]
-    data = torch.empty((form.rows, of.row_bytes(form.columns)), dtype=torch.uint8)
-    matrix = QuantizedMatrix(of, data, (form.rows, form.columns))
-    if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(matrix, form.scale)
-    return QuantizedLinear(matrix, bias, form.heads)

@@ -21,18 +21,18 @@ from pipespec.models.properties import text_config
 from pipespec.models.quantized import (
     Blocks,
     Float8Linear,
+    HeldMatrix,
     Int8Linear,
     OwnExperts,
     QuantizedEmbedding,
     QuantizedExperts,
     QuantizedLinear,
-    Stack,
     StackedLinear,
 )
 from pipespec_kernels import ops
 from pipespec_kernels.formats import QuantizedMatrix, dequantize
 from pipespec_kernels.products import MAX_ROWS
-from pipespec_kernels.tiles import BAND, LAYOUTS, WIDTH, TiledMatrix, float8_in_tiles, in_tiles
+from pipespec_kernels.tiles import BAND, LAYOUTS, TiledMatrix, float8_in_tiles, in_tiles
 
 _ROWS = 1 << 15
 """Rows of a matrix that are written out in 16 bits at a time: all of a layer's, and a part of a head's."""
@@ -42,8 +42,8 @@ _BY_EXPERT = 256
 """Columns beyond which experts are multiplied one after the other, in products of the library, whose numbers the host waits for."""
 
 
-class _Tiled(nn.Module):
-    """A module with a matrix in tiles. ``form``: how it holds it."""
+class _Tiled(HeldMatrix):
+    """A module with a matrix in tiles."""
 
     tiles: torch.Tensor
 
@@ -56,9 +56,6 @@ class _Tiled(nn.Module):
     def matrix(self) -> TiledMatrix:
         """The matrix, which lies in :attr:`tiles`."""
         return TiledMatrix(self.form.format, self.tiles, (self.form.rows, self.form.columns))
-
-    def extra_repr(self) -> str:
-        return f"{self.form.rows}, {self.form.columns}, {self.form.format} in tiles"
 
 
 class TiledLinear(_Tiled):
@@ -125,11 +122,6 @@ class TiledExperts(OwnExperts):
         super().__init__(own)
         self.gate_up, self.down = nn.ModuleList(gate_up), down
 
-    @property
-    def form(self) -> Stack:
-        """What a module without weights needs to be built like it."""
-        return Stack.of(*self.gate_up, self.down)
-
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sums ``[columns, hidden]`` of the experts ``chosen [columns, each]`` of ``x [columns, hidden]``: up to 256 columns without a wait for the device."""
         if len(x) > _BY_EXPERT:
@@ -174,17 +166,6 @@ def weights_in(model: nn.Module) -> int:
     """The number of a model's weights, those in tiles included."""
     matrices = {m.tiles.data_ptr(): m.form.rows * m.form.columns for m in model.modules() if isinstance(m, _Tiled)}
     return sum(matrices.values()) + sum(parameter.numel() for parameter in model.parameters())
-
-
-def empty_of(form: Blocks, module: nn.Module, bias: nn.Parameter | None) -> nn.Module:
-    """A module that holds its matrix as ``form`` says, in the place of ``module``, with memory that is not filled."""
-    count, tile = -(-form.columns // WIDTH), LAYOUTS[form.format].nbytes
-    data = torch.empty((-(-form.rows // BAND), count * tile), dtype=torch.uint8)
-    matrix = TiledMatrix(form.format, data, (form.rows, form.columns))
-    assert form.tiled is not None
-    if isinstance(module, nn.Embedding):
-        return TiledEmbedding(matrix, form.tiled, form.scale)
-    return TiledLinear(matrix, form.tiled, bias)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor | TiledMatrix, bias: torch.Tensor | None) -> torch.Tensor:
@@ -306,7 +287,7 @@ def _experts_in_tiles(
             if part.source is not None:
                 part.source.release_pages()
     gate, up, down = found
-    if type(gate) is not type(up) or gate.form.format != up.form.format:
+    if type(gate) is not type(up) or (isinstance(gate, TiledLinear) and gate.form.format != up.form.format):
         return TiledExperts(module, [gate, up], down)
 
     def joined(*both: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,29 @@
-"""Threads: locks that survive a fork, whose child has none of the parent's other threads, one of which may have held the lock. And torch's number of threads:
-one setting of the whole process, which concurrent calls lower for a while."""
+"""Threads, signals and the end of the program: what concerns the whole process while calls run.
+
+Locks survive a fork, whose child has none of the other threads of its parent, one of which may have held the lock. torch's number of threads is one setting
+of the whole process, which concurrent calls lower for a while. A call ends from outside by an error of the caller's signal handlers, or with the program while a
+daemon thread generates.
+
+Before Python 3.14, a daemon thread that returns to the interpreter during its shutdown is unwound by ``pthread_exit``. Forwards return from
+C++ frames that do not allow that, and the program would abort, as it does under transformers' own ``generate()``. So the call ends, and its thread
+waits for the end of the process.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
+import signal
 import threading
+import time
 import weakref
 from _thread import RLock
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
 from enum import Enum
-from typing import ClassVar
+from types import FrameType, TracebackType
+from typing import Any, ClassVar
 
 import torch
 
@@ -155,3 +168,194 @@ def _restore(thread: int) -> None:
         if thread in _lowered:
             _set_threads(_lowered[thread])
             del _lowered[thread]
+
+
+_NUMBERS = [int(number) for number in signal.valid_signals()]
+
+_raised: list[BaseException] = []
+"""What handlers raised in the present call, in the main thread."""
+
+
+@contextmanager
+def handlers_watched(*, delayable: bool = False) -> Iterator[None]:
+    """Around a call: record what the caller's signal handlers raise, so that it does not count as the failure of a draft.
+
+    Python runs handlers in the main thread, between any two instructions. ``KeyboardInterrupt`` is no ``Exception`` and needs no record, so
+    Python's own handler of Ctrl-C stays in place.
+
+    Args:
+        delayable: :data:`delayed` delays the handlers, that of Ctrl-C too.
+    """
+    global _raised
+    raised: list[BaseException] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    if threading.current_thread() is threading.main_thread():
+        found = ((number, signal.getsignal(number)) for number in _NUMBERS)
+        handlers = {n: h for n, h in found if callable(h) and (delayable or h is not signal.default_int_handler)}
+
+    def handle(number: int, frame: FrameType | None) -> Any:
+        if delayable and delayed.delays(number):
+            return None
+        try:
+            return handlers[number](number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    if not handlers:
+        yield
+        return
+    before, _raised = _raised, raised  # a call inside of one of another pipeline, whose handler records the error, too
+    try:
+        for number in handlers:
+            signal.signal(number, handle)
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handle:  # else code of the caller has set another one meanwhile
+                signal.signal(number, handler)
+        _raised = before
+
+
+class _Delayed(ContextDecorator):
+    """``with delayed:`` or ``@delayed``, within ``handlers_watched(delayable=True)``, delays the caller's signal handlers until the end of the block or the function.
+
+    Their errors may come between any two instructions: a message whose bookkeeping is incomplete would be confused with a later one, and a lock of the
+    standard library that is held would not be released. A block costs two stores, where a change of the handlers for each message would cost more than the
+    rest of its bookkeeping.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = 0  # that the thread is in
+        self._came: list[int] = []
+
+    def delays(self, number: int) -> bool:
+        """Whether the handler of a signal runs at the end of the block."""
+        if self._blocks and number not in self._came:
+            self._came.append(number)
+        return bool(self._blocks)
+
+    def __enter__(self) -> None:
+        self._blocks += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._blocks -= 1
+        if not self._blocks:
+            self._run_handlers()
+
+    def _run_handlers(self) -> None:
+        try:
+            while self._came:
+                signal.raise_signal(self._came.pop(0))
+        finally:
+            if self._came:  # a handler has raised an error; the others run all the same, as Python has it
+                self._run_handlers()
+
+
+delayed = _Delayed()
+
+
+def raise_handlers_error() -> None:
+    """Raise what a signal handler of the caller raised in this call, if one did: it ends the call, whatever caught it."""
+    if _raised and threading.current_thread() is threading.main_thread():
+        raise _raised[0]
+
+
+def is_handlers_error(error: BaseException) -> bool:
+    """Whether a signal handler of the caller raised an error in this call."""
+    return any(error is raised for raised in _raised)
+
+
+class draft_errors:
+    """Around what a draft computes: hand its error to ``failed``. A signal handler's error is the caller's, and passes."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self._failed = failed
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        raise_handlers_error()
+        self._failed(error)
+        return True
+
+
+_HOLD_S = 1.0
+"""A thread whose call was ended waits this long: by then the interpreter is gone, or another thread joins this one."""
+
+_CALLS_TIMEOUT_S = 10.0
+"""A call ends after its present step. The shutdown waits at most this long for all calls."""
+
+_POLL_S = 0.005
+"""Poll interval of the shutdown."""
+
+_calling: set[int] = set()
+"""Threads that are in a call. Without a lock: additions and removals are atomic, and a signal handler's error cannot come between a lock and its release."""
+
+_ended_by: int | None = None
+"""The thread that ends the program. It may generate itself, in its exit handlers."""
+
+
+class ProgramEnds(BaseException):
+    """Raised at the end of the program. It unwinds a call with its cleanup, and does not reach the caller."""
+
+
+def _is_over() -> bool:
+    return _ended_by is not None and _ended_by != threading.get_ident()
+
+
+def _end() -> None:
+    global _ended_by
+    _ended_by = threading.get_ident()
+    deadline = time.monotonic() + _CALLS_TIMEOUT_S
+    while _calling and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+# Registered with the first call, not on import: handlers run in reverse order, and worker processes must end after this one.
+@functools.cache
+def _register() -> None:
+    atexit.register(_end)
+    os.register_at_fork(after_in_child=_reset)
+
+
+def _reset() -> None:
+    """For the child of a fork, which has none of the threads."""
+    global _ended_by
+    _ended_by = None
+    _calling.clear()
+
+
+@contextmanager
+def program_end_awaited() -> Iterator[None]:
+    """Surround a call of ``generate()``. When the program ends, the thread waits on exit from here, and then ends.
+
+    Raises:
+        SystemExit: in a thread whose call was ended.
+    """
+    _register()
+    thread = threading.get_ident()
+    # A call inside a call of another pipeline.
+    if thread in _calling:
+        yield
+        return
+    try:
+        _calling.add(thread)
+        yield
+    finally:
+        _calling.discard(thread)
+        if _is_over():
+            threading.Event().wait(_HOLD_S)
+            # The exception itself: threading ends a thread that raises it without a message.
+            raise SystemExit
+
+
+def raise_program_end() -> None:
+    """Raise :class:`ProgramEnds` if the program ends. Called between steps."""
+    if _is_over():
+        raise ProgramEnds

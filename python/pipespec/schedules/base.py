@@ -18,16 +18,15 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.cache import RowCache
-from pipespec.engine.chain import make_upstream
+from pipespec.engine.chain import StageInputs, make_upstream, stage_names
 from pipespec.engine.forward import forget_stale
-from pipespec.engine.inputs import StageInputs, stage_names
 from pipespec.engine.runtime import runtime_of
+from pipespec.engine.sampler import RejectionAcceptance
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel
-from pipespec.models.devices import input_device
+from pipespec.models.properties import input_device
 from pipespec.registry import PLAIN, SCHEDULES, imported, names
 from pipespec_kernels import _native
 from pipespec_kernels.state import StateBlock
@@ -167,7 +166,7 @@ class Decoder(ABC):
 
     @property
     def forms(self) -> Sequence[str]:
-        """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.api.report.StageReport.forward`."""
+        """How the forward of each stage in :attr:`block` runs, see :attr:`pipespec.api.output.StageReport.forward`."""
         return [""] * len(self.names)
 
     @property

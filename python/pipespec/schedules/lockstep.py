@@ -1,6 +1,7 @@
 """lockstep: all stages in one process and one loop, one after the other. The default on a CPU and on one GPU.
 
-Without a fixed lookahead, the controller chooses the draft of each round and its number of draft tokens.
+Without a fixed lookahead, the controller chooses the draft of each round and its number of draft tokens. In the ranks of a tensor-parallel group that do
+not lead, :class:`FollowerDriver` runs the target's forwards.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ import functools
 import pickle
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
-from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
+from pipespec.engine.sampler import RejectionAcceptance
 from pipespec.engine.stage import Stage
 from pipespec.models.properties import step_bytes
-from pipespec.process.interrupts import draft_errors
+from pipespec.process.threads import draft_errors
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
 
@@ -217,3 +220,46 @@ class ControlledDriver(LockstepDriver):
                 self.controller.rates["model"].note_agreement(*stage.agreement)
                 stage.agreement = (0, 0)
         return action
+
+
+@dataclass(frozen=True)
+class _Received:
+    """The text that the leader has generated, see :class:`pipespec.schedules.base.TextSource`."""
+
+    starts: Sequence[int]
+    rows: Sequence[np.ndarray]
+    target: int = 0
+
+    def length(self, stage: int, row: int) -> int:
+        return self.starts[row] + len(self.rows[row])
+
+    def tokens(self, stage: int, row: int, begin: int, end: int) -> list[int]:
+        start = self.starts[row]
+        found: list[int] = self.rows[row][begin - start : end - start].tolist()
+        return found
+
+    def end_row(self, row: int) -> None:
+        """Nothing to do: the text is complete."""
+
+    def counters(self, stage: int, row: int) -> dict[str, Any]:
+        return {}
+
+
+class FollowerDriver(Driver):
+    """Runs the forwards of the target that the leader announces. The text is the leader's."""
+
+    schedule = "follower"
+
+    def __init__(self, models: Sequence[PreTrainedModel], config: SpeculationConfig) -> None:
+        super().__init__(models, config)
+        self.ran_as = self.schedule
+        self._stage = Stage(self.models[-1], self.block, self.block.target, native=config.native)
+
+    @property
+    def target(self) -> Stage:
+        return self._stage
+
+    def _generate(self, request: GenerationRequest) -> None:
+        self._prepare(request)
+        rows = self._stage.follow(request.inputs)
+        request.committed(_Received([len(prompt) for prompt in request.inputs.prompts], rows))

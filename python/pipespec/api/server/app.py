@@ -18,8 +18,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from pipespec.api.server import messages
-from pipespec.api.server.chat import ChatExchange, line
-from pipespec.api.server.completions import CompletionExchange
+from pipespec.api.server.completions import ChatExchange, CompletionExchange, line
 from pipespec.api.server.conversations import Exchange, Model, now
 from pipespec.api.server.fields import Fields, Gone, RequestError, anthropic_form, openai_form, parsed_body
 from pipespec.api.server.generation import Generation, collected

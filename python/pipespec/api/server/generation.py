@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipespec.api.report import own_report
+from pipespec.api.output import own_report
 from pipespec.api.server.dialects import PLAIN, AnswerParser, Piece, StopStrings, ToolCall
 from pipespec.api.server.fields import RequestError
 from pipespec.api.server.grammars import Grammars

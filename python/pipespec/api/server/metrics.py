@@ -10,7 +10,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pipespec.api.report import Report
+from pipespec.api.output import Report
 
 
 class ServerMetrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from pipespec.api.server.chat import line
+from pipespec.api.server.completions import line
 from pipespec.api.server.conversations import Model, Tools, ask_of_chat, new_id, now, tool_choice_of, usage_of
 from pipespec.api.server.dialects import Piece, ToolCall
 from pipespec.api.server.fields import Fields, RequestError, wrong

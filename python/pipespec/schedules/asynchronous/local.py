@@ -17,7 +17,7 @@ from itertools import chain
 
 from transformers import PreTrainedModel
 
-from pipespec.checks.support import check_shareable
+from pipespec.checks.models import check_shareable
 from pipespec.config import SpeculationConfig
 from pipespec.engine.originals import is_registered_here
 from pipespec.process.threads import target_threads

@@ -15,10 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.checks.devices import AUTO, Devices, arrange, place_of_each, rank_device
-from pipespec.checks.models import Vocabulary, check_architecture, check_vocabularies, vocabulary_of
-from pipespec.checks.support import check_runnable
+from pipespec.checks.models import Vocabulary, check_architecture, check_runnable, check_vocabularies, vocabulary_of
 from pipespec.config import SpeculationConfig
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.chain import stage_names
 from pipespec.models.loading import load_model
 from pipespec.process.ranks import START_S, RankError, Ranks, rank_and_world
 from pipespec.schedules.asynchronous.remote import DraftRank, RemoteDriver

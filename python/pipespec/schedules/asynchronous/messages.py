@@ -24,12 +24,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.runtime import runtime_of
 from pipespec.engine.sampling import STATELESS, Prompt, SamplingParams
-from pipespec.models.adapters import named_tensors
-from pipespec.models.quantized import Form
-from pipespec.models.quantizing import described, skeleton
+from pipespec.models.properties import named_tensors
+from pipespec.models.quantizing import held_modules, skeleton
 from pipespec.process.records import build, parse_json
 from pipespec_kernels.state import SharedMemory
 
@@ -280,7 +279,7 @@ class SharedWeights:
     Attributes:
         model_class: Class of the model.
         config: Configuration of the model.
-        blocks: Its modules in int8 or in blocks, see :func:`pipespec.models.quantizing.described`.
+        held: Its modules in int8 or in blocks, see :func:`pipespec.models.quantizing.held_modules`.
         device: Device of the model.
         tensors: Byte offset, dtype and shape by name of the tensor.
         size: Bytes of all tensors.
@@ -288,7 +287,7 @@ class SharedWeights:
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
-    blocks: dict[str, tuple[Form, bool]]
+    held: dict[str, nn.Module]
     device: torch.device
     tensors: dict[str, tuple[int, torch.dtype, torch.Size]]
     size: int
@@ -303,7 +302,7 @@ class SharedWeights:
                 offsets[key] = end
                 end += -(-tensor.numel() * tensor.element_size() // _ALIGN) * _ALIGN
             tensors[name] = (offsets[key], tensor.dtype, tensor.shape)
-        return SharedWeights(type(model), model.config, described(model), model.device, tensors, max(end, _ALIGN))
+        return SharedWeights(type(model), model.config, held_modules(model), model.device, tensors, max(end, _ALIGN))
 
     def view(self, memory: SharedMemory, name: str) -> torch.Tensor:
         """The tensor ``name`` as a view of ``memory``."""
@@ -326,7 +325,7 @@ class SharedWeights:
 
     def build(self, memory: SharedMemory) -> PreTrainedModel:
         """The same model in another process. Its tensors are views of ``memory``, or copies on an accelerator."""
-        model = skeleton(self.model_class, self.config, self.blocks)
+        model = skeleton(self.model_class, self.config, self.held)
         for name in self.tensors:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from pipespec.config import SpeculationConfig
 from pipespec.engine.stage import Stage
 from pipespec.process import ranks as transport
-from pipespec.process.interrupts import handlers_watched
 from pipespec.process.ranks import FOREVER, RankError, Ranks, break_group, first_line
+from pipespec.process.threads import handlers_watched
 from pipespec.registry import RANKS
 from pipespec.schedules.asynchronous.driver import AsynchronousDriver, Peer
 from pipespec.schedules.asynchronous.messages import Call, Status

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from pipespec.config import WIDTH
 from pipespec.engine.chain import DraftSpec, make_upstream
 from pipespec.engine.stage import Stage
-from pipespec.process.interrupts import raise_handlers_error
+from pipespec.process.threads import raise_handlers_error
 from pipespec.schedules.asynchronous.messages import Call, Channel, ChannelError, Closed, SharedWeights, Status
 from pipespec_kernels import _native
 from pipespec_kernels.state import Action, SharedMemory, StateBlock

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
-from pipespec.engine.inputs import stage_names
+from pipespec.engine.chain import stage_names
 from pipespec.engine.runtime import runtime_of
 from pipespec.errors import NotCapturable
 

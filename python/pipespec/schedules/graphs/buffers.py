@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pipespec.engine.cache import RowCache
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampler import Sampler, SamplingKind
-from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Step, logprobs_of
+from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Selection, Step
 from pipespec_kernels import ops
 
 _numbers = itertools.count(1)
@@ -109,28 +109,20 @@ class StaticRecord:
         """Start a call whose rows begin with prompts of these lengths."""
         self._starts.copy_(torch.tensor(starts, dtype=torch.int32))
 
-    def write(
-        self,
-        raw: Tensor,
-        processed: Tensor,
-        selected: Tensor,
-        step: Step,
-        inverse_temperature: Tensor | None,
-        cutoff: Tensor | None,
-        first_row: int = 0,
-    ) -> None:
+    def write(self, found: Selection, first_row: int = 0) -> None:
         """See :meth:`pipespec.engine.sampling.ScoreRecord.write`."""
+        selected, step = found.selected, found.step
         width = selected.shape[1]
         column = (step.query_lens - 1 - step.num_draft_tokens)[:, None] + torch.arange(width, device=selected.device)
         entry = step.kv[:, None] + 1 + column - self._starts[:, None]
         # A block may go on after the end of its row.
         entry = torch.where((selected >= 0) & (entry < self._tokens), entry, self._tokens).long()
         column = column.clamp(0, width - 1).long()
-        for own, logits in ((self._logits, raw), (self._processed, processed)):
+        for own, logits in ((self._logits, found.raw), (self._processed, found.processed)):
             if own is not None:
                 own[self._row, entry] = logits[self._row, column].float()
         if self._logprobs is not None and self._top_ids is not None and self._top_n is not None:
-            logprobs, top_ids = logprobs_of(processed, selected, step, inverse_temperature, cutoff, self._top_n)
+            logprobs, top_ids = found.logprobs(self._top_n)
             self._logprobs[self._row, entry] = logprobs
             self._top_ids[self._row, entry] = top_ids
 

@@ -19,7 +19,7 @@ from pipespec.errors import NotCapturable
 from pipespec.models.compat import discard_capture, graph_handle, own_workspaces
 from pipespec.models.families import is_opaque_linear
 from pipespec.models.properties import compute_dtype
-from pipespec.process.interrupts import raise_handlers_error
+from pipespec.process.threads import raise_handlers_error
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.scheduling import PinnedMemory
 from pipespec.schedules.graphs.stage import GraphedStage, StaticStage

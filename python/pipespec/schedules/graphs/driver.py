@@ -14,16 +14,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipespec.checks.models import check_exact
-from pipespec.checks.support import check_streams
+from pipespec.checks.models import check_exact, check_streams
 from pipespec.config import WIDTH, SpeculationConfig
-from pipespec.engine.inputs import StageInputs
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampling import SamplingParams
 from pipespec.errors import NotCapturable
 from pipespec.models.loading import is_out_of_memory
 from pipespec.models.properties import embedding_size, text_config
-from pipespec.process.interrupts import raise_handlers_error
 from pipespec.process.progress import working
+from pipespec.process.threads import raise_handlers_error
 from pipespec.registry import imported, kind_of
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec.schedules.graphs.attention import BorrowedAttention

@@ -11,9 +11,9 @@ from torch import Tensor
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.chain import StageInputs
 from pipespec.engine.fused_head import FusedHead, fused_head
 from pipespec.engine.head import HeadStage
-from pipespec.engine.inputs import StageInputs
 from pipespec.engine.known import FUSED
 from pipespec.models.families import NotReadable, state_of
 from pipespec.schedules.graphs.buffers import GraphKey

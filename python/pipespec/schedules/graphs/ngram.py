@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipespec.config import WIDTH
-from pipespec.engine.inputs import StageInputs, static_capacity
+from pipespec.engine.chain import StageInputs, static_capacity
 from pipespec.engine.ngram import NgramDraft
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.schedules.graphs.buffers import TextBuffers, versions

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.controller import AcceptanceRates, Machine, StepTimes
-from pipespec.process.interrupts import draft_errors
+from pipespec.process.threads import draft_errors
 from pipespec.schedules.base import GenerationRequest
 from pipespec.schedules.graphs.buffers import GraphKey, StageStep
 from pipespec.schedules.graphs.driver import GraphedDriver

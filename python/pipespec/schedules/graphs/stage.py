@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pipespec.checks.models import check_exact
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cache_storage import Features
+from pipespec.engine.chain import StageInputs, stage_names, static_capacity
 from pipespec.engine.forward import choose_fused, described, forward
-from pipespec.engine.inputs import StageInputs, stage_names, static_capacity
 from pipespec.engine.known import CAPTURED, identify
 from pipespec.engine.prefixes import KeptText, Origin, Source
 from pipespec.engine.sampling import ScoreRecord, Step
@@ -141,17 +140,8 @@ class GraphedStage(Stage, StaticStage):
             :meth:`prepare`: the host launches it.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        block: StateBlock,
-        index: int,
-        trace: _native.TraceBuffer | None = None,
-        *,
-        native: bool = True,
-        exact: bool = False,
-    ) -> None:
-        super().__init__(model, block, index, trace, native=native)
+    def __init__(self, *place: Any, exact: bool = False, **options: Any) -> None:
+        super().__init__(*place, **options)
         self._exact = exact
         self._buffers: dict[int, StaticBuffers] = {}  # by rows, the last used one last
         self._current: StaticBuffers | None = None
@@ -159,7 +149,7 @@ class GraphedStage(Stage, StaticStage):
         self.is_prefilled = False
         self.capture_prompt: Callable[[GraphedStage, int, Sequence[int], bool], Any] | None = None
         self._may_pad = False
-        self._graphed_columns = graphed_columns(model)
+        self._graphed_columns = graphed_columns(self.model)
 
     @property
     def device(self) -> torch.device:
