@@ -215,7 +215,7 @@ def kv_cases() -> Iterator[CompileCase]:
     heads = {"GROUP": 4, "HEADS": 8, "HAS_QUERY_LENS": True, "GROUPED": GROUPED}
 
     def attention(dtype: str, dim: int, invariant: bool, width: int, how: str = "") -> CompileCase:
-        cut = tiling(width * 4, dim, BYTES[dtype], invariant)
+        cut = tiling(width * 4, dim, BYTES[dtype], invariant, "capped" in how)
         constants = {"DIM": dim, "SPAN": cut.span, "SPANS": cut.combined(dim)} | heads
         constants |= {"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_D": triton.next_power_of_2(dim)}
         constants |= {"DIRECT": how == "whole", "COMBINES": invariant and how != "parts"}
