@@ -54,7 +54,9 @@ class FusedParts(FusedForm, PartsForm):
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return families.embedded(self.parts, tokens)
 
-    def run_layers(self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = ()) -> Outputs:
+    def run_layers(
+        self, hidden: torch.Tensor, cache: RowCache, features: Collection[int] = (), *, tokens: Any = None
+    ) -> Outputs:
         (rows, q, size), first, last = hidden.shape, self.parts.first, len(self.parts.layers)
         self.add_cache(cache)
         x = hidden.reshape(rows * q, size)
@@ -145,9 +147,10 @@ class CapturedLayers:
                     self.cache.follow(lengths)
                     results[:] = [self._run(given, features)]
 
+                stage: Any = self
                 try:
-                    self._resources = self._resources or CaptureResources(self)
-                    captured = self._resources.capture([(self, run)], inside="its layers")
+                    self._resources = self._resources or CaptureResources(stage)
+                    captured = self._resources.capture([(stage, run)], inside="its layers")
                     self._graphs[key] = given, lengths, results[0], captured
                 except NotCapturable as error:
                     self._graphs[key] = error.__cause__ = None  # which holds the memory of the capture
