@@ -1,10 +1,10 @@
 """Tests and benchmarks of one GPU within a time limit: ``python -m bench.gpu_check --out DIR``
 
 The parts run one after the other, in calls that may be made apart and take a quarter of an hour together. ``--call figures``: the first minute (:data:`FIRST`), one step
-node by node (``bench.step_profile``), the kernels' benchmarks with the products (``bench.kernels``), whole generations by planted models of LLaMA's sizes (``bench.run``), also with
-dependent launches, and ``bench.gpu_more``. ``--call tests``: the first minute again, the tests marked ``gpu``, and those under compute-sanitizer. ``--call known``, which
-runs on demand only: tests of any device, transformers' compiled ``generate()``, and the tests with dependent launches. Each part is a process with a time limit
-that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts. ``--resume`` leaves out what
+node by node (``bench.step_profile``), the kernels' benchmarks with the products (``bench.kernels``), and generations by planted models of LLaMA's sizes (``bench.gpu_more``): rounds of
+0 to 6 draft tokens, also with dependent launches, long texts, and the rest. ``--call tests``: the first minute again, the places that no emulator sees (:data:`PLACES`), the other tests marked
+``gpu``, and those under compute-sanitizer. ``--call known``, which runs on demand only: tests of any device, the table of schedules next to ``generate()`` (``bench.run``), also
+compiled, and the tests with dependent launches. Each part is a process with a time limit that writes its results as it goes. ``DIR/gpu_check.json`` has them and is written after each part; ``DIR/gpu_check.log`` has the output of all parts. ``--resume`` leaves out what
 has passed in the same folder at the same commit.
 
 The check runs the source tree that contains it, with or without git. It builds the native modules, for the GPU's architecture alone, where they do not
@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ FIRST = "tests/pipespec/test_first_minute.py"
 
 BY_RISK = ("tests/kernels/test_cuda_launcher.py", "tests/pipespec/test_streams.py", "tests/spd/test_spd_gpu.py")
 """Tests of what nothing without a GPU has run, which come first."""
+
+PLACES = (
+    "tests/pipespec/test_captured_on_a_gpu.py",
+    "tests/kernels/triton/test_attention.py::test_tickets_beside_other_work",
+    "tests/kernels/triton/test_selection.py::test_words_are_zero_after_launches_beside_other_work",
+)
+"""Tests of what neither the interpreter nor the emulator sees, while nothing else runs. Each takes less than a minute."""
 
 DEVICE_TESTS = (
     "tests/same_text",
@@ -106,70 +113,55 @@ def _tests(name: str, marked: str, paths: Sequence[str], seconds: int, *, proces
     return Part(name, ("-m", "pytest", *paths, *options), seconds, **more)
 
 
-def _generations(
-    name: str, models: Sequence[str], rows: Sequence[str], seconds: int, *options: str, **more: Any
-) -> Part:
+def _generations(models: Sequence[str], rows: Sequence[str], seconds: int, *options: str) -> Part:
     chosen = ("--planted", *models, "--full-size", "--systems", *rows, "--out", "{file}", "--samples", "1")
-    command = ("-m", "bench.run", *chosen, "--seconds", str(seconds - 20), *options)
-    return Part(name, command, seconds, call="figures", **more)
+    # Compilation takes longer than bench.run allows of a time limit.
+    command = ("-m", "bench.run", *chosen, "--no-calibrated", "--seconds", "inf", *options)
+    return Part("1B -> 8B", command, seconds, required=False, call="known")
 
 
-def _kernels(seconds: int, *options: str) -> Part:
-    command = ("-m", "bench.kernels", "--quick", "--json", "{file}", *options)
-    return Part("kernels", command, seconds, required=False, call="figures")
-
-
-def _profile(seconds: int, *options: str) -> Part:
-    command = ("-m", "bench.step_profile", "--json", "{file}", *options)
-    return Part("step profile", command, seconds, required=False, call="figures")
+def _figures(name: str, program: str, seconds: int, *options: str, **more: Any) -> Part:
+    command = ("-m", f"bench.{program}", "--json", "{file}", *options)
+    return Part(name, command, seconds, **{"required": False, "call": "figures"} | more)
 
 
 def parts_of(dry: bool) -> tuple[Part, ...]:
     """The parts, on the GPU or for a dry run."""
+    rest = ("first token", "batch of 8", "sampled", "draft head", "formats", "quantised")
     if dry:
         sizes = ("--new-tokens", "12", "--repeats", "1", "--threads", "1", "--dtype", "float32")
         few = ("tests/kernels/test_noise.py", "tests/kernels/test_native.py")
         return (
             _tests("smoke", "not gpu", (FIRST,), 300, processes=1, call=""),
+            _figures("step profile", "step_profile", 300, "--dry-run"),
+            _figures("kernels", "kernels", 120, "--quick", "--threads", "1", "--only", "kv_append"),
+            _figures("rounds", "gpu_more", 240, "--dry-run", "--only", "rounds", required=True),
+            _figures("dependent, rounds", "gpu_more", 240, "--dry-run", "--only", "rounds 4", variables=DEPENDENT),
+            _figures("long", "gpu_more", 120, "--dry-run", "--only", "long"),
+            _figures("more", "gpu_more", 240, "--dry-run", "--only", *rest),
+            _tests("places", "not gpu", PLACES[:1], 300, processes=1),
             _tests("tests", "not gpu", few, 300, processes=2),
-            _generations("1B -> 8B", ("tiny-small", "tiny-target"), ROWS, 120, *sizes, "--no-calibrated"),
-            _generations("compiled", ("tiny-small",), ("static",), 120, *sizes, "--no-calibrated", "--seconds", "inf"),
-            _kernels(120, "--threads", "1", "--only", "kv_append"),
-            _profile(300, "--dry-run"),
-            Part(
-                "more",
-                ("-m", "bench.gpu_more", "--json", "{file}", "--dry-run", "--only", "formats"),
-                120,
-                required=False,
-                call="figures",
-            ),
+            _generations(("tiny-small", "tiny-target"), (*ROWS, "static"), 240, *sizes),
         )
     sizes = ("--new-tokens", "256", "--repeats", "2", "--device", "cuda")
-    tuning = ("--agreement", "0.8", "--tuning", "3", "--tuning-tokens", "48")
     marked = "gpu and not sanitizer"
     # One core each for the launcher's threads and the check itself.
     processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
+    others = [f"--deselect={place}" for place in PLACES]
     return (
         _tests("smoke", "gpu", (FIRST,), 45, processes=1, call=""),
-        _profile(60),
-        _kernels(90, "--device", "cuda"),
-        _generations("1B -> 8B", ("1B", "8B"), ROWS, 160, *sizes, *tuning),
-        _generations("dependent, 8B", ("1B", "8B"), ROWS[:2], 80, *sizes, *tuning, required=False, variables=DEPENDENT),
-        Part("more", ("-m", "bench.gpu_more", "--json", "{file}"), 150, required=False, call="figures"),
-        _tests("tests", marked, (*BY_RISK, *GPU_TESTS), 180, processes=processes),
-        Part(
-            "exact",
-            ("-m", "bench.exact", "--device", "cuda", "--quick", "--formats", *EXACT, "--json", "{file}"),
-            60,
-            required=False,
-        ),
+        _figures("step profile", "step_profile", 60),
+        _figures("kernels", "kernels", 90, "--quick", "--device", "cuda"),
+        _figures("rounds", "gpu_more", 130, "--only", "rounds", required=True),
+        _figures("dependent, rounds", "gpu_more", 60, "--only", "rounds 0", "rounds 4", variables=DEPENDENT),
+        _figures("long", "gpu_more", 90, "--only", "long"),
+        _figures("more", "gpu_more", 120, "--only", *rest),
+        _tests("places", "gpu and not sanitizer", PLACES, 90, processes=1),
+        _tests("tests", marked, (*BY_RISK, *GPU_TESTS, *others), 110, processes=processes),
+        _figures("exact", "exact", 60, "--device", "cuda", "--quick", "--formats", *EXACT, call="tests"),
         _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
         _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE, call="known"),
-        # Compilation takes longer than bench.run allows of a time limit.
-        replace(
-            _generations("compiled", ("8B",), ("static",), 150, *sizes, "--no-calibrated", "--seconds", "inf"),
-            call="known",
-        ),
+        _generations(("1B", "8B"), (*ROWS, "static"), 300, *sizes),
         _tests(
             "dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT, call="known"
         ),
@@ -251,7 +243,7 @@ def has_passed(part: Part, found: dict[str, Any]) -> bool:
 
 def show(part: Part, found: dict[str, Any]) -> None:
     """Print the result of a part."""
-    print(f"{part.name:12}{'passed' if found['passed'] else 'FAILED'} in {found['seconds']:.0f} s", flush=True)
+    print(f"{part.name:18}{'passed' if found['passed'] else 'FAILED'} in {found['seconds']:.0f} s", flush=True)
     tests = found.get("tests")
     if tests:
         print(f"    {tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed")
@@ -284,17 +276,17 @@ def prepare(log: Path, dry: bool, seconds: float) -> dict[str, Any]:
         RuntimeError: The package or its CUDA module does not import, with the reason.
     """
     imports, built = ["-c", f"from pipespec_kernels import {'_native' if dry else '_native, _cuda'}"], {}
-    if run(imports, log, 60)["status"] != 0:
+    if run(imports, log, 180)["status"] != 0:
         variables = {}
         if not dry:
             variables["PIPESPEC_CUDA"] = "on"  # without nvcc it fails, and says so
             if "PIPESPEC_CUDA_ARCHS" not in os.environ:  # each further architecture would take as long again
                 variables["PIPESPEC_CUDA_ARCHS"] = run(["-c", _ARCHITECTURE], log, 60)["last_lines"][-1]
         built = {"build": run(["setup.py", "-q", "build_ext", "--inplace"], log, seconds, **variables)}
-        again = run(imports, log, 60)
+        again = run(imports, log, 180)
         if again["status"] != 0:
             raise RuntimeError("\n".join([*built["build"]["last_lines"], *again["last_lines"]]))
-    facts = run(["-c", _FACTS], log, 60)
+    facts = run(["-c", _FACTS], log, 180)
     if facts["status"] != 0:
         raise RuntimeError("\n".join(facts["last_lines"]))
     return {"machine": json.loads(facts["last_lines"][-1]), **built}
@@ -325,7 +317,7 @@ def check(out: Path, parts: Sequence[Part], seconds: float, *, dry: bool = False
         record["parts"] = before["parts"]
     for i, part in enumerate(parts):
         if record["parts"].get(part.name, {}).get("passed"):
-            print(f"{part.name:12}has passed before", flush=True)
+            print(f"{part.name:18}has passed before", flush=True)
             continue
         limit = min(part.seconds, end - time.monotonic())
         if limit < 10:

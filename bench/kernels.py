@@ -1,6 +1,6 @@
 """The kernels' benchmarks: ``python -m bench.kernels [--device cuda] [--quick] [--only NAME] [--json FILE] [--csv FILE]``
 
-``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch. ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands next to it. A star: the
+``bench/selection_cases.py`` and ``bench/layer_cases.py`` are the table of cases, whose rivals are torch, and other libraries where they are installed (``bench/rivals.py``). ``bench/kernel_timing.py`` describes the timing. GB/s counts the bytes that must be moved once; the share of a plain read with the same threads (CPU) or of a copy (GPU) stands next to it. A star: the
 call was not in a graph. A shape that does not fit the memory is left out. The CSV file has a row for ours and each rival: median, standard deviation, and the command that measures it. Exit status 1: a shape failed.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from bench import kernel_timing, layer_cases, selection_cases
+from bench import kernel_timing, layer_cases, rivals, selection_cases
 from bench.harness import copy_bytes_per_second, refuse_without_gpu, save
 from bench.kernel_timing import Benchmark
 from bench.machine import provenance
@@ -96,7 +96,7 @@ def write_csv(path: Path, results: Sequence[dict[str, Any]], device: str) -> Non
     """Write what has been measured, a row for each contender."""
     rows: list[tuple[Any, ...]] = []
     for result in results:
-        command = f"python -m bench.kernels --device {device} --only {json.dumps(result['benchmark'])}"
+        command = f"python -m bench.kernels --device {device} --only {json.dumps(result['benchmark'])}{' --compiled' * rivals.compiled}"
         shape = "x".join(map(str, result["shape"]))
         for name, timed in {"pipespec": result, **result.get("rivals", {})}.items():
             if "error" not in timed:
@@ -117,12 +117,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--quick", action="store_true", help="few shapes, one dtype")
+    parser.add_argument(
+        "--compiled", action="store_true", help="torch.compile's products as rivals, half a minute each"
+    )
     names = [b.name for b in BENCHMARKS]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some of: {', '.join(names)}")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="on the CPU; default: %(default)s")
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--csv", type=Path, help="and here, a row for each contender")
     options = parser.parse_args()
+    rivals.compiled = options.compiled
     chosen = [b for b in BENCHMARKS if b.name in (options.only or names)]
     sys.exit(1 if run(chosen, options) else 0)
 

@@ -8,7 +8,7 @@ repeated for each query head, as in transformers; ``gqa``, the same without the 
 ``other sums``, ours as steps of more than 16 columns take it, or, where the case has so many, as those of fewer do: in an order that depends on the visible keys alone. Bytes: keys, values, queries and results once.
 
 Products are those of the models' layers and heads, ``M`` rows with ``[N, K]`` weights: ours as a step launches them, without what lies around them; ``eager`` is torch's,
-which is cuBLAS on a GPU. Bytes: weights, rows and results once.
+which is cuBLAS on a GPU. Others are in ``bench/rivals.py``. Bytes: weights, rows and results once.
 
 Rivals of the moves are indexed reads and assignments whose indices are made beforehand; bytes: what is moved, read once and written once. Rivals of the rest
 are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench import rivals
 from bench.kernel_timing import BATCHES, WIDTHS, Benchmark, Call, KernelCase, Shape, normal
 from pipespec_kernels import ops, reference
 from pipespec_kernels.kv import attention_tickets
@@ -96,6 +97,8 @@ def make_attention(device: str, shape: Shape, dtype: torch.dtype, copies: int) -
     }
     if width == 1:
         others["unmasked"] = lambda i: grouped(q[i], k[i], v[i], None)
+    if device == "cuda":
+        others |= rivals.attentions(q, k, v)
     if batch * keys <= MAX_CHECKED:
         tolerance = 1e-4 if dtype is torch.float32 else 2e-2
         torch.testing.assert_close(ours(0), masked(q[0], k[0], v[0], mask), rtol=tolerance, atol=tolerance)
@@ -239,7 +242,11 @@ def make_product(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> 
         ops.linear_small(x, weights[0]), expected, rtol=tolerance, atol=tolerance * float(expected.abs().max())
     )
     eager: Call = lambda i: F.linear(x, weights[i])  # noqa: E731
-    return KernelCase(product_bytes(shape, dtype), lambda i: ops.linear_small(x, weights[i], out=out), {"eager": eager})
+    return KernelCase(
+        product_bytes(shape, dtype),
+        lambda i: ops.linear_small(x, weights[i], out=out),
+        {"eager": eager, **rivals.products(x, weights)},
+    )
 
 
 PRODUCTS = Benchmark("linear_small", make_product, ("M", "N", "K"), product_shapes, dtypes, product_bytes)

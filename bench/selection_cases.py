@@ -1,7 +1,7 @@
 """Kernel cases over logits ``[B, Q, V]``: selection and verification.
 
 On a GPU the kernels themselves are measured, in the fast form of their noise. Rivals are the same in eager torch: a draw is by ``multinomial``, on a GPU by
-an exponential race. Bytes are those of the logits once.
+an exponential race. Others are in ``bench/rivals.py``. Bytes are those of the logits once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench import rivals as others
 from bench.kernel_timing import Benchmark, Call, KernelCase, Shape, logits_bytes, normal
 from pipespec_kernels import ops
 from pipespec_kernels.noise import Noise
@@ -77,6 +78,8 @@ def make_verify(coupled: bool, device: str, shape: Shape, dtype: torch.dtype, co
     assert ours(0)[1].tolist() == [width - 1] * batch
     eager = eager_argmax if not coupled else race if device == "cuda" else multinomial
     rivals: dict[str, Call] = {"eager": lambda i: eager_verify(eager(logits[i], scale), tokens[i])}
+    if device == "cuda":
+        rivals |= others.samplers(logits, tokens, coupled)
     return KernelCase(logits_bytes(shape, dtype), ours, rivals)
 
 

@@ -175,6 +175,7 @@ def main() -> None:
     with ExitStack() as patches:
         if dry:
             base._runs_uncaptured = True
+            torch.set_num_threads(1)
             patches.enter_context(mock.patch.object(GraphedStage, "body", _marked(GraphedStage.body)))
         for name, (target, drafts) in cases.items():
             step = summary(profiled(target, drafts, options.lookahead if drafts else None, dry))

@@ -438,8 +438,8 @@ class Tiling(NamedTuple):
         return 32 // self.warps * (2 if dim <= 64 else 1)
 
 
-def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
-    """The tiling for a number of (column, query head) pairs per head of keys.
+def tiling(pairs: int, dim: int, itemsize: int, invariant: bool, capped: bool = False) -> Tiling:
+    """The tiling for a number of (column, query head) pairs per head of keys. ``capped``: scores have a window and a soft cap, whose registers would spill with three stages on sm_80.
 
     A tile has as many pairs as registers hold, because each tile reads all the keys. A block of keys is as large as shared memory allows for its
     stages. The compile gate checks both; neither is tuned on a device.
@@ -447,7 +447,7 @@ def tiling(pairs: int, dim: int, itemsize: int, invariant: bool) -> Tiling:
     wide = max(16, triton.next_power_of_2(dim))
     if itemsize == 4:  # float32 has no tensor cores at full precision, and twice the bytes
         return Tiling(16, 16, 8, 2, INVARIANT_SPAN if invariant else 0)
-    stages = 3 if wide <= 128 else 2
+    stages = 3 if wide <= 128 and not capped else 2
     if invariant:
         return Tiling(16, 64, 4, stages, INVARIANT_SPAN)
     block_m = max(16, min(triton.next_power_of_2(pairs), 128 if wide <= 128 else 32))
@@ -484,7 +484,7 @@ def verify_attention(
     launch.check_device(q.device, "q")
     group = heads_q // heads
     step = min(width, INVARIANT_WIDTH) if invariant else width
-    cut = tiling(step * group, dim, q.element_size(), invariant)
+    cut = tiling(step * group, dim, q.element_size(), invariant, window is not None and softcap is not None)
     tiles = triton.cdiv(step * group, cut.block_m)
     if batch > MAX_ROWS or heads * tiles > MAX_ROWS:
         raise ValueError(

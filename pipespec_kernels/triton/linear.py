@@ -406,7 +406,7 @@ def tiles_for(weights: int, itemsize: int, in_tiles: bool = False) -> tuple[Tile
     if in_tiles:
         block, norm = WIDTH, 512 if itemsize == 4 else 1024
     elif itemsize == 4:
-        rows, block, norm = 16, 32, 512
+        rows, block, norm = 16, 32, 1024
     else:
         block, norm = 2048 // rows, 1024
     if itemsize == 4:  # no tensor cores, whose sums do not depend on the number of rows

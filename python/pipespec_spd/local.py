@@ -16,8 +16,7 @@ from pipespec.schedules.base import Decoder
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter
 from pipespec_spd.machine import Entry
-from pipespec_spd.partition import LayerStage, Partition, Verifier
-from pipespec_spd.sections import open_sections
+from pipespec_spd.partition import LayerStage, Partition, Verifier, open_stages
 
 
 class LocalDriver(SpeculativeDriver):
@@ -99,11 +98,8 @@ class LocalDriver(SpeculativeDriver):
     def _open(self, rows: int, longest: int, max_positions: int) -> None:
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         self._renew()
-        for stage in self.stages:
-            stage.open(rows, longest, max_positions)
-        sections = [*(stage.section for stage in self.stages), self.verifier.section]
-        reserved = sum(stage.cache.nbytes for stage in self.stages)
-        self._form = open_sections(sections, native=self.native, reserved=reserved)
+        ends = [self.verifier.section]
+        self._form = open_stages(self.stages, ends, rows, longest, max_positions, native=self.native)
 
     def _renew(self) -> None:
         """Replace stages whose modules are no longer the model's, as after ``resize_token_embeddings()``."""

@@ -18,11 +18,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
+from pipespec.engine.inputs import static_capacity
+from pipespec.engine.known import FUSED
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored, weight_files
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
-from pipespec_spd.sections import ModelSection
+from pipespec_spd.captured import CapturedLayers
+from pipespec_spd.sections import ModelSection, open_sections
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -137,9 +140,10 @@ class LayerStage:
     """
 
     def __init__(self, parts: ModelParts, stages: int = 1) -> None:
-        self._stages, self.section = stages, ModelSection(parts)
+        self._stages, self.section = stages, ModelSection(parts, captured=True)
         self.layers, self.first, self.config, self.embed = parts.layers, parts.first, parts.config, parts.embed
         self._cache: RowCache | None = None
+        self._layers: CapturedLayers | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, partition: Partition, stage: int) -> LayerStage:
@@ -165,21 +169,30 @@ class LayerStage:
     def open(self, rows: int, longest: int, max_positions: int) -> None:
         """Start with empty rows. The storage of the previous call is reused if it fits.
 
-        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``max_positions`` positions of a row.
+        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``max_positions`` positions of a row. In the fused form, it has
+        room for all of them, and some that pad a batch.
         """
-        capacity, cache = min(max_positions, longest + _INITIAL_CAPACITY), self._cache
+        capacity, cache, fused = min(max_positions, longest + _INITIAL_CAPACITY), self._cache, self.section.fused
         self._max_positions = max_positions
+        if fused is not None:
+            capacity = static_capacity(max_positions + (longest if rows > 1 else 0))
         # The user may have moved or cast the model.
         is_alike = cache is not None and (cache.compute_dtype, cache.device) == (self.dtype, self.device)
+        is_alike = is_alike and fused is (self._layers and self._layers.form)
         if cache is None or not is_alike or not cache.fits(rows, capacity):
-            self._cache = cache = None  # before the new one is allocated
-            config = self.section.parts.cache_config()
-            self._cache = cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device)
+            self._cache = self._layers = cache = None  # before the new ones are allocated
+            config, static = (self.section.parts if fused is None else fused.parts).cache_config(), fused is not None
+            # Graphs write it in any inference mode.
+            with torch.inference_mode(False):
+                cache = RowCache(config, rows, capacity, dtype=self.dtype, device=self.device, static=static)
+            self._cache = cache
             cache.reserve_states(self._stages + 1)
+            if fused is not None:
+                self._layers = CapturedLayers(fused, cache, f"the stage of layer {self.first}")
         cache.reset()
 
     def close(self) -> None:
-        self._cache = None
+        self._cache = self._layers = None
 
     def step(
         self, fed: torch.Tensor, held: Sequence[int], features: Collection[int] = (), until: Sequence[int] | None = None
@@ -196,6 +209,8 @@ class LayerStage:
             The output of the last layer, ``[rows, q, H]``, and by HF index the residual streams that this stage computes, likewise.
         """
         cache = self.cache
+        if self._layers is not None:
+            return self._layers.step(fed.to(self.device), held, features)
         cache.truncate(held)
         need = cache.get_seq_length() + fed.shape[1]
         if need > cache.capacity:
@@ -210,11 +225,29 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
+def open_stages(
+    stages: Sequence[LayerStage],
+    ends: Sequence[ModelSection],
+    rows: int,
+    longest: int,
+    max_positions: int,
+    *,
+    native: bool,
+) -> str:
+    """Start stages that run one after the other, and ``ends`` behind them, with empty rows. Returns their form, as :func:`open_sections`."""
+    sections = [*(stage.section for stage in stages), *ends]
+    # The fused form decides on the caches, and a native one has to know what they take.
+    form = open_sections(sections, native=native) if sections[0].own_form == FUSED else ""
+    for stage in stages:
+        stage.open(rows, longest, max_positions)
+    return form or open_sections(sections, native=native, reserved=sum(stage.cache.nbytes for stage in stages))
+
+
 class Verifier:
     """Final norm and LM head: the output of the last stage to logits."""
 
     def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
-        self.section = ModelSection(ModelParts(config, norm=norm, head=head))
+        self.section = ModelSection(ModelParts(config, norm=norm, head=head), captured=True)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Verifier:

@@ -1,4 +1,4 @@
-"""Parts of a model that run one after the other, each in the native form or in that of its own modules."""
+"""Parts of a model that run one after the other, each in the native form, on a GPU in the fused one, or in that of its own modules."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import LayerLoop, PartsForm
 from pipespec.engine.forward import choose, forget_changed, forget_stale
-from pipespec.engine.known import NATIVE, NATIVE_DISABLED, OWN, identify
+from pipespec.engine.known import AUTOCAST, FUSED, NATIVE, NATIVE_DISABLED, OWN, identify
 from pipespec.engine.native import native_form
 from pipespec.engine.runtime import Forms
 from pipespec.models.description import packed_bytes
 from pipespec.models.parts import ModelParts
+from pipespec_spd import captured
+from pipespec_spd.captured import FusedParts, fused_parts, over_static
 
 
 def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -22,15 +24,17 @@ def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 class ModelSection:
-    """Parts of a model, called in the native form or in that of their own modules.
+    """Parts of a model, called in the native form, on a GPU in the fused one, or in that of their own modules.
+
+    ``captured``: whether the fused form is for these parts. Its layers run over a static cache.
 
     The parts are modules of any LLaMA-like model. Their form is chosen as :func:`pipespec.engine.forward.forward` chooses that of a whole model, in
     :func:`open_sections`, when a sequence begins. Hidden states have the dtype of :func:`stream_dtype`. Results are inference tensors, and arguments
     are not changed.
     """
 
-    def __init__(self, parts: ModelParts) -> None:
-        self.parts = parts
+    def __init__(self, parts: ModelParts, *, captured: bool = False) -> None:
+        self.parts, self._captured = parts, captured
         self._forms: Forms = {}
         self.use_modules()
 
@@ -47,23 +51,41 @@ class ModelSection:
         chosen = self._forms.get(NATIVE)
         return chosen is not None and chosen.form is not None and forget_stale(self._forms, chosen.form)
 
+    @property
+    def own_form(self) -> str:
+        """The form of ours that these parts may have: native or fused."""
+        return FUSED if self._captured and captured.captures(self.parts.device) else NATIVE
+
+    @property
+    def fused(self) -> FusedParts | None:
+        """The fused form, if it is in use."""
+        return self._call if isinstance(self._call, FusedParts) else None
+
+    def _read_parts(self) -> ModelParts:
+        return over_static(self.parts) if self.own_form == FUSED else self.parts
+
     def unsupported_reason(self) -> str | None:
-        """Why there is no native form, as far as that shows without packing the weights; None if there may be one."""
-        forget_changed(self._forms, self.parts, NATIVE)
-        return (self._forms.get(NATIVE) or identify(self.parts, NATIVE)).reason
+        """Why there is no native or fused form, as far as that shows without packing the weights; None if there may be one."""
+        name, parts = self.own_form, self._read_parts()
+        if name == FUSED and torch.is_autocast_enabled(self.parts.device.type):
+            return AUTOCAST
+        forget_changed(self._forms, parts, name)
+        return (self._forms.get(name) or identify(parts, name)).reason
 
     def pack(self, reserved: int) -> str | None:
-        """Use the native form.
+        """Use the native form, or the fused one.
 
         Args:
             reserved: bytes that are to be allocated in addition to the packed copy.
 
         Returns:
-            Why there is no native form; None if there is.
+            Why there is none; None if there is.
         """
-        if NATIVE not in self._forms:
+        name, parts = self.own_form, self._read_parts()
+        if name not in self._forms:
             self.use_modules()  # before another copy is made
-        choice = choose(self._forms, self.parts, NATIVE, lambda: native_form(self.parts, reserved))
+        make = (lambda: fused_parts(self.parts)) if name == FUSED else (lambda: native_form(parts, reserved))
+        choice = choose(self._forms, parts, name, make)
         if choice.form is not None:
             self._call = choice.form
         return choice.reason
@@ -78,7 +100,7 @@ class ModelSection:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run the layers on ``hidden [rows, q, H]``, see :meth:`PartsForm.run_layers`. ``cache`` is one of ``parts.cache_config()``."""
         with torch.inference_mode():
-            form = self._form(hidden, cache)
+            form = self._form(hidden)
             hidden, streams = form.run_layers(hidden.to(form.dtype), cache, features)
             return hidden.to(self.stream_dtype), {k: stream.to(self.stream_dtype) for k, stream in streams.items()}
 
@@ -88,14 +110,13 @@ class ModelSection:
             form = self._form(hidden)
             return form.logits(hidden.to(form.dtype), hidden.shape[1])
 
-    def _form(self, given: torch.Tensor, cache: RowCache | None = None) -> PartsForm:
-        # Autocast changes what the modules do, and only they read lengths on the device.
-        on_device = cache is not None and cache.uses_device_lengths
-        return self._modules if on_device or torch.is_autocast_enabled(given.device.type) else self._call
+    def _form(self, given: torch.Tensor) -> PartsForm:
+        # Autocast changes what the modules do.
+        return self._modules if torch.is_autocast_enabled(given.device.type) else self._call
 
 
 def open_sections(sections: Sequence[ModelSection], *, native: bool = True, reserved: int = 0) -> str:
-    """Choose the forms of sections that run one after the other: all native, or none, so that a cut does not change the text.
+    """Choose the forms of sections that run one after the other: all native, all fused, or none, so that a cut does not change the text.
 
     Args:
         sections: of one model.
@@ -112,7 +133,7 @@ def open_sections(sections: Sequence[ModelSection], *, native: bool = True, rese
     for i, section in enumerate(sections):
         reason = reason or section.pack(sum(sizes[i + 1 :], reserved))
     if reason is None:
-        return NATIVE
+        return sections[0].own_form
     for section in sections:
         section.use_modules()
     return f"transformers: {reason}"

@@ -7,11 +7,12 @@ import functools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bench import kernel_timing, kernels, layer_cases, selection_cases
+from bench import kernel_timing, kernels, layer_cases, rivals, selection_cases
 from bench.kernel_timing import Benchmark, KernelCase
 from pipespec_kernels import ops
 
@@ -48,6 +49,46 @@ def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ops, "verify_attention", lambda q, k, v, n, **options: honest(q, k, v, n - 1, **options))
     with pytest.raises(AssertionError):
         make((2, 3, 40), torch.float32, 2)
+
+
+def test_rivals_of_other_libraries_get_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins with their signatures compute from what they are given what our case computes."""
+    torch.manual_seed(0)
+    logits, tokens = torch.randn(2, *SHAPE), torch.zeros(2, *SHAPE[:2], dtype=torch.int64)
+    best = logits.argmax(-1)
+    tokens[:, :, 1:] = best[:, :, :-1]
+    tokens[1, 0, 1] += 1  # one is wrong
+
+    def rejection_sample(ids, counts, most, ends, of_drafts, target_probs, bonus, settings):  # type: ignore[no-untyped-def]
+        assert (counts, most, ends.tolist(), of_drafts, settings.all_greedy) == ([2, 2], 2, [2, 4], None, True)
+        right = (target_probs.argmax(-1) == ids).view(2, 2)
+        return torch.cat([target_probs.argmax(-1).view(2, 2), bonus], 1), right.int().cumprod(1).sum(1)
+
+    def chain(of_drafts, ids, target):  # type: ignore[no-untyped-def]
+        assert torch.equal(of_drafts.argmax(-1), ids.long())
+        torch.testing.assert_close(target.sum(-1), torch.ones(SHAPE[:2]))
+        return ids
+
+    def flash(q, k, v, *_, cache_seqlens, causal):  # type: ignore[no-untyped-def]
+        assert causal
+        assert set(cache_seqlens.tolist()) == {k.shape[1]}
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        return layer_cases.masked(*(x.transpose(1, 2) for x in (q, k, v)), seen).transpose(1, 2)
+
+    made = {"vllm.v1.sample.rejection_sampler": rejection_sample, "flashinfer.sampling": chain, "flash_attn": flash}
+    names = "rejection_sample", "chain_speculative_sampling", "flash_attn_with_kvcache"
+    for (module, function), name in zip(made.items(), names, strict=True):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: function}))
+    monkeypatch.setattr(rivals, "find_spec", lambda name: True)
+    assert set(rivals.samplers(logits, tokens, True)) == {"vLLM", "FlashInfer"}
+    rivals.samplers(logits, tokens, True)["FlashInfer"](1)
+    chosen, accepted = rivals.samplers(logits, tokens, False)["vLLM"](1)
+    assert torch.equal(chosen.long(), best[1])
+    counts = torch.tensor([[3, 3], [2, 2]], dtype=torch.int32)
+    assert accepted.tolist() == ops.verify(logits[1], tokens[1], *counts)[1].tolist()
+    q, k, v = torch.randn(2, 2, 4, 3, 8), *torch.randn(2, 2, 2, 2, 40, 8)
+    ours = ops.verify_attention(q[1], k[1], v[1], torch.tensor([37, 37]).int())
+    torch.testing.assert_close(rivals.attentions(q, k, v)["flash-attn"](1).transpose(1, 2), ours)
 
 
 def test_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,20 @@
-"""Places of the captured path that no interpreter and no emulator sees: the real allocator, pinned memory, captures beside replays. Each takes less than a minute.
+"""Places of the captured path that no interpreter and no emulator sees: the real allocator, pinned memory, captures beside replays, times. Each takes less than a minute.
 
 Those with a device run on a CPU, too, uncaptured.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+import statistics
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -29,6 +34,40 @@ SAMPLED = GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 
 def prompt(model: LlamaForCausalLM, tokens: int, seed: int = 0) -> torch.Tensor:
     numbers = torch.Generator().manual_seed(seed)
     return torch.randint(2, model.config.vocab_size, (1, tokens), generator=numbers).to(model.device)
+
+
+def wide(layers: int) -> LlamaForCausalLM:
+    """A random model with layers of an 8B."""
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=32000, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+
+
+@contextmanager
+def copies() -> Iterator[None]:
+    """Another thread copies memory of the GPU."""
+    source, side, ended = (
+        torch.empty(2, 1 << 28, dtype=torch.uint8, device="cuda"),
+        torch.cuda.Stream(),
+        threading.Event(),
+    )
+
+    def run() -> None:
+        with torch.cuda.stream(side):
+            while not ended.is_set():
+                source[0].copy_(source[1])
+                side.synchronize()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -124,12 +163,7 @@ def test_stages_that_meet_in_pinned_memory(call: dict, monkeypatch: pytest.Monke
 @GPU[1]
 def test_workspaces_of_products_of_real_widths() -> None:
     """The library's products of wide steps split their sums, and their workspaces stay the graphs' own: all other memory is NaN."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=32000, max_position_embeddings=2048,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    target = LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval()
+    target = wide(2)
     with Pipeline(target, schedule="plain", graphs=True, prefix_cache=0) as pipe:
         wanted = [pipe.generate(prompt(target, tokens), **GREEDY) for tokens in (20, 300, 1000)]
         torch._C._cuda_clearCublasWorkspaces()
@@ -140,3 +174,53 @@ def test_workspaces_of_products_of_real_widths() -> None:
             for text, tokens in zip(wanted, (20, 300, 1000), strict=True):
                 assert torch.equal(pipe.generate(prompt(target, tokens), **GREEDY), text)
         assert all(bool(memory.isnan().all()) for memory in junk)
+
+
+@pytest.mark.gpu
+@GPU[1]
+def test_dependent_launches_beside_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that begin before the one ahead has ended give the logits of those that wait, bit for bit."""
+    from pipespec_kernels.triton import launch
+
+    target = wide(2)
+    draft, call = noisy(target, 0.002), {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 256}
+    found = []
+    for wish in ("0", "1"):
+        monkeypatch.setattr(launch, "_PDL", wish)
+        launch.dependent.cache_clear()
+        with Pipeline(target, [draft], graphs=True, lookahead=4, prefix_cache=0) as pipe, copies():
+            texts = [pipe.generate(prompt(target, 20, seed), **GREEDY | call) for seed in range(8)]
+            assert pipe.report.stages[-1].accepted > 0
+        found.append([(text.sequences, *text.logits) for text in texts])
+    launch.dependent.cache_clear()
+    for one, other in zip(*found, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.gpu
+@GPU[1]
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_a_text_that_ends_does_not_wait_for_the_step_ahead(drafts: int) -> None:
+    """It takes as long as one of as many tokens that its limit ends, whose next step is never launched."""
+    target = wide(16)
+    with Pipeline(
+        target, [copy.deepcopy(target)] * drafts, graphs=True, lookahead=4 if drafts else None, prefix_cache=0
+    ) as pipe:
+        ids, first = prompt(target, 20), 6
+
+        def seconds(**call: object) -> float:
+            taken = []
+            for _ in range(15):
+                time.sleep(0.05)  # the step ahead of the call before ends
+                began = time.perf_counter()
+                text = pipe.generate(ids, **SAMPLED | call)
+                taken.append(time.perf_counter() - began)
+            assert text.shape[1] == ids.shape[1] + (call["max_new_tokens"] if "eos_token_id" not in call else first)
+            return statistics.median(taken)
+
+        new = pipe.generate(ids, **SAMPLED)[0, ids.shape[1] :].tolist()
+        assert new.index(new[first - 1]) == first - 1
+        limited, longer = seconds(max_new_tokens=first), seconds(max_new_tokens=4 * first)
+        ended = seconds(max_new_tokens=4 * first, eos_token_id=new[first - 1])
+    step = (longer - limited) / (3 * first) * (5 if drafts else 1)
+    assert ended - limited < step / 2, (ended, limited, step)

@@ -26,13 +26,18 @@ def test_stages_on_a_gpu():
         options |= {"attention_mask": mask, "max_new_tokens": 16}
         assert torch.equal(pipe.generate(ids, **options), Pipeline(model).generate(ids, **options))
         assert pipe.report.accepted > 0
+        assert pipe.report.stages[0].forward == "fused"
 
 
-@pytest.mark.parametrize(("ranks", "device"), [(1, "cuda"), pytest.param(2, "cuda", marks=TWO), (2, "cuda:0")])
-def test_ranks_on_gpus(ranks, device):
-    """On a GPU each, or together on one."""
+SPD, CHAIN = ("--system", "spd", "--draft", "ngram", "--stages"), ("--schedule", "ranks")
+RANKS = [(SPD, 1, "cuda"), pytest.param(SPD, 2, "cuda", marks=TWO), (SPD, 2, "cuda:0"), (CHAIN, 2, "cuda:0")]
+
+
+@pytest.mark.parametrize(("how", "ranks", "device"), RANKS)
+def test_ranks_on_gpus(how, ranks, device):
+    """On a GPU each, or together on one: of SPD, and of a chain."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "pipespec", "generate", "--system", "spd", "--draft", "ngram", "--stages", str(ranks)]
+    command += ["-m", "pipespec", "generate", *how, *[str(ranks)] * (how is SPD)]
     command += ["--device", device, "--prompt", "def mean(values):", "--max-new-tokens", "20"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

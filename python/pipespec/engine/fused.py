@@ -234,16 +234,14 @@ class FusedForm(Form):
         self._ends = parts._replace(layers=())
         *products, self._head = map(_Product.of, families.products_of(parts))
         layers, each = parts.layers, iter(products)
-        first, *behind = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
+        norms = [*(_weight(layer.input_layernorm) for layer in layers), read.norm]
         self._layers = [
             _Layer(
                 (before, _weight(layer.post_attention_layernorm), after),
                 {n: _weight(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)},
                 *four,
             )
-            for layer, before, after, *four in zip(
-                layers, [first, *behind[:-1]], behind, each, each, each, each, strict=True
-            )
+            for layer, before, after, *four in zip(layers, norms[:-1], norms[1:], each, each, each, each, strict=True)
         ]
         self._last_norm = read.norm
         self._norm: dict[str, Any] = {"eps": read.shape.eps, "one_plus_weight": read.shape.norm_offset == 1.0}

@@ -434,7 +434,7 @@ def products_of(model: PreTrainedModel | ModelParts) -> Iterator[tuple[Any, ...]
             # Neither experts nor recurrent parts have any.
             yield tuple(linears[:-1])
             yield tuple(linears[-1:])
-    yield (parts.head,)
+    yield () if parts.head is None else (parts.head,)
 
 
 def is_opaque(linear: Any) -> bool:

@@ -6,6 +6,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,35 @@ def test_state_and_workspace_of_many_launches(name: str, dtype: torch.dtype, dev
             assert torch.equal(found.cpu(), expected)
         assert not workspace.words.any()
     assert after[2].max() > 5
+
+
+def test_words_are_zero_after_launches_beside_other_work(device: torch.device) -> None:
+    """One work space for verifications of many shapes, which give what those with work spaces of their own give; on a GPU while copies keep the memory busy."""
+    on_gpu, random = device.type == "cuda", np.random.default_rng(0)
+    workspace, differ = Workspace(16, 9, device), torch.zeros((), dtype=torch.bool, device=device)
+    source, side = torch.empty(1 << 28 if on_gpu else 1, device=device), torch.cuda.Stream() if on_gpu else None
+    for trial in range(5000 if on_gpu else 8):
+        if trial % 10 == 0:
+            with torch.cuda.stream(side):
+                source.clone()
+        batch, width, vocabulary = random.integers(1, (17, 10, 8000) if on_gpu else (5, 5, 5)).tolist()
+        logits = torch.randn((batch, width, 16 * vocabulary), device=device, dtype=torch.bfloat16)
+        seeds = torch.arange(batch, device=device) + trial
+        noise = Noise(seeds, 100 * seeds, torch.ones(batch, device=device)) if trial % 2 else None
+        tokens, fed = (
+            torch.zeros((batch, width), dtype=torch.int64, device=device),
+            random.integers(0, width + 1, batch),
+        )
+        chosen = select(logits, noise=noise)[:, :-1]
+        tokens[:, 1:] = torch.where(torch.rand(chosen.shape, device=device) < 0.8, chosen, 0)
+        query_lens = torch.tensor(fed, dtype=torch.int32, device=device)
+        given = logits, tokens, query_lens, (query_lens - 1).clamp(min=0)
+        for one, other in zip(
+            verify(*given, noise=noise), verify(*given, noise=noise, workspace=workspace), strict=True
+        ):
+            differ |= (one != other).any()
+        differ |= workspace.words.any()
+    assert not differ
 
 
 def test_a_work_space_of_the_callers(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
