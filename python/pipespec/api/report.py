@@ -199,7 +199,7 @@ class Report:
             )
             if s.translated is not None:
                 notes.append(
-                    f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} were lost in translation"
+                    f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} could not be translated"
                 )
         return "\n".join([*lines, *notes, *(self.decisions or ())])
 
