@@ -67,6 +67,7 @@ def report_of(call: PreparedCall, decoder: Decoder) -> Report:
         prompt_tokens=sum(map(len, call.request.inputs.prompts)),
         plain_step_seconds=decoder.plain_step_seconds,
         prompt_tokens_reused=decoder.prompt_tokens_reused,
+        packing_seconds=progress.packing_seconds,
         trace=traces or None,
     )
 

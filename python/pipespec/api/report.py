@@ -82,6 +82,7 @@ class Report:
         prompt_tokens: Tokens of the prompts of all rows, without padding.
         plain_step_seconds: Time of a step of the target without draft tokens, as the controller has measured it; None where it has not.
         prompt_tokens_reused: Tokens of the prompts that the target did not read, since it had their keys and values: from earlier calls, or from the caller.
+        packing_seconds: Time until the first token in which the native form read and packed weights, which only a first call does.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 
@@ -96,6 +97,7 @@ class Report:
     prompt_tokens: int = 0
     plain_step_seconds: float | None = None
     prompt_tokens_reused: int = 0
+    packing_seconds: float = 0.0
     trace: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -172,10 +174,11 @@ class Report:
     def summary(self) -> str:
         """One line: what the whole call, its prompt, and its decoding took."""
         kept = f" ({self.prompt_tokens_reused} kept from earlier calls)" if self.prompt_tokens_reused else ""
-        words = [
-            f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s",
-            f"prompt of {self.prompt_tokens} tokens{kept} in {self.seconds_to_first_token * 1e3:.0f} ms",
-        ]
+        words = [f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s"]
+        if self.packing_seconds >= 0.01:
+            words.append(f"weights packed in {self.packing_seconds:.1f} s, once")
+        reading = (self.seconds_to_first_token - self.packing_seconds) * 1e3
+        words.append(f"prompt of {self.prompt_tokens} tokens{kept} in {reading:.0f} ms")
         if self.tokens > self.rows:
             words.append(f"then {self.decoding_tokens_per_second:.1f} tokens/s")
         if not math.isnan(self.gain):
