@@ -64,6 +64,8 @@ def _links_of(text: str, folder: str, page: str) -> str:
         if not address or re.match(r"[a-z]+:", address):
             return match[0]
         path = posixpath.normpath(posixpath.join(folder, address))
+        if path.startswith(("../../actions/", "../../issues")):  # pages of the hosting service beside the files
+            return "" if image else label
         if path.startswith("docs/"):
             at = path.removeprefix("docs/")
         elif path.startswith(f"{RESULTS}/") and path.endswith(".svg"):

@@ -1,18 +1,18 @@
-"""A conversation with streamed answers. ``python examples/chat.py TARGET DRAFT``; an empty line ends it."""
+"""A conversation with streamed answers. ``python examples/chat.py model.gguf``, or ``TARGET DRAFT``; an empty line ends it."""
 
 import sys
 
-from transformers import AutoTokenizer, TextStreamer
+from transformers import TextStreamer
 
-from pipespec import Pipeline
+from pipespec import Pipeline, load_tokenizer
 from pipespec.demo import family_path
 
-target, draft = sys.argv[1:] or (family_path("target"), family_path("small"))
-tokenizer = AutoTokenizer.from_pretrained(target)
+target, *drafts = sys.argv[1:] or (family_path("target"), family_path("small"))
+tokenizer = load_tokenizer(target)
 if tokenizer.chat_template is None:  # the bundled models complete code
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
-with Pipeline(target, [draft]) as pipe:
+with Pipeline(target, drafts) as pipe:
     messages = []
     while line := input("> ").strip():
         messages.append({"role": "user", "content": line})

@@ -77,6 +77,8 @@ def test_a_stopped_answer(target: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_model_without_a_template(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(Path(family_path("target")), monkeypatch, "hi\n") == 2
     assert "has no chat template" in capsys.readouterr().err
+    assert main(["chat"]) == 2
+    assert "needs --target" in capsys.readouterr().err
 
 
 def test_lines(target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,12 +90,12 @@ def test_lines(target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         "[1, 2]",
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-    options = ["--target", str(target), "--dtype", "float32", "--max-new-tokens", "6", "--json-lines"]
+    options = ["--target", str(target), "--dtype", "float32", "--max-new-tokens", "6", "--json-lines", "--report"]
     assert main(["generate", *options]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [entry["prompt"] for entry in found] == ["def mean(values):"] * 3 + ["[1, 2]"]
     assert len({entry["text"] for entry in found[:3]}) == 1
     assert found[1]["id"] == 7
-    assert (found[0]["tokens"], found[0]["finish_reason"]) == (6, "length")
+    assert (found[0]["tokens"], found[0]["finish_reason"], found[0]["report"]["tokens"]) == (6, "length", 6)
     assert main(["generate", *options, "--prompt", '{"text": "a"}']) == 2
     assert "line 1: the object has no text" in capsys.readouterr().err

@@ -108,6 +108,7 @@ def test_version_and_help_do_not_import_torch():
         ("generate model.gguf", "model.gguf; did you mean --target MODEL --prompt TEXT?"),
         ("chat model.gguf", "model.gguf; did you mean --target MODEL?"),
         ("generate --frobnicate=3", "--frobnicate=3 (`pipespec generate --help`"),
+        ("", "which command? There are generate,"),
         ("run model.gguf", "there is no command run; did you mean chat?"),
         ("recomend --new-tokens 3", "there is no command recomend; did you mean recommend?"),
         ("generate --weights q4_9", "--weights: 'q4_9' is none; the weight formats are q8_0, "),

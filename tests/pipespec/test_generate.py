@@ -177,7 +177,7 @@ def test_lookahead(model, lookahead):
 
 
 def test_the_gain_that_the_controller_sees(model):
-    pipeline = Pipeline(model, [noisy(model, 0.02)], schedule="lockstep")
+    pipeline = Pipeline(noisy(model, 0.0), [noisy(model, 0.02)], schedule="lockstep")
     assert repr(pipeline) == "<Pipeline of LlamaForCausalLM, drafts LlamaForCausalLM: lockstep>"
     pipeline.generate(random_prompts(1, seed=3)[0][None], max_new_tokens=40, do_sample=False)
     report = pipeline.report
@@ -185,6 +185,9 @@ def test_the_gain_that_the_controller_sees(model):
     assert report.gain == pytest.approx(39 / report.decoding_seconds * step)
     assert f"about {report.gain:.2f} times plain decoding" in str(report)
     assert report._repr_html_() == f"<pre>{report}</pre>"
+    assert 0 < report.packing_seconds < report.seconds_to_first_token
+    pipeline.generate(random_prompts(1, seed=3)[0][None], max_new_tokens=4, do_sample=False)
+    assert pipeline.report.packing_seconds == 0
     assert report.to_dict()["gain"] == report.gain
 
 

@@ -264,7 +264,7 @@ class BasePipeline(Slots):
         driver = getattr(self, "_driver", None)
         if driver is None:
             return f"<{type(self).__name__} that runs no models>"
-        names = [getattr(model, "name_or_path", "") or type(model).__name__ for model in self.models]
+        names = [model.config._name_or_path or type(model).__name__ for model in self.models]
         drafts = f", drafts {', '.join(names[:-1])}" if names[1:] else ""
         return f"<{type(self).__name__} of {names[-1]}{drafts}: {driver.ran_as}>"
 

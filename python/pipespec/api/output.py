@@ -97,6 +97,7 @@ class Report:
         prompt_tokens: Tokens of the prompts of all rows, without padding.
         plain_step_seconds: Time of a step of the target without draft tokens, as the controller has measured it; None where it has not.
         prompt_tokens_reused: Tokens of the prompts that the target did not read, since it had their keys and values: from earlier calls, or from the caller.
+        packing_seconds: Time until the first token in which the native form read and packed weights, which only a first call does.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 
@@ -111,6 +112,7 @@ class Report:
     prompt_tokens: int = 0
     plain_step_seconds: float | None = None
     prompt_tokens_reused: int = 0
+    packing_seconds: float = 0.0
     trace: Mapping[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -187,10 +189,11 @@ class Report:
     def summary(self) -> str:
         """One line: what the whole call, its prompt, and its decoding took."""
         kept = f" ({self.prompt_tokens_reused} kept from earlier calls)" if self.prompt_tokens_reused else ""
-        words = [
-            f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s",
-            f"prompt of {self.prompt_tokens} tokens{kept} in {self.seconds_to_first_token * 1e3:.0f} ms",
-        ]
+        words = [f"{self.schedule}: {self.tokens} tokens in {self.seconds:.3f} s"]
+        if self.packing_seconds >= 0.01:
+            words.append(f"weights packed in {self.packing_seconds:.1f} s, once")
+        reading = (self.seconds_to_first_token - self.packing_seconds) * 1e3
+        words.append(f"prompt of {self.prompt_tokens} tokens{kept} in {reading:.0f} ms")
         if self.tokens > self.rows:
             words.append(f"then {self.decoding_tokens_per_second:.1f} tokens/s")
         if not math.isnan(self.gain):
@@ -214,7 +217,7 @@ class Report:
             )
             if s.translated is not None:
                 notes.append(
-                    f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} were lost in translation"
+                    f"{s.name} has another tokenizer: {s.translated} of its tokens became {s.produced} draft tokens, {s.lost} could not be translated"
                 )
         return "\n".join([*lines, *notes, *(self.decisions or ())])
 
@@ -294,6 +297,7 @@ def report_of(call: PreparedCall, decoder: Decoder) -> Report:
         prompt_tokens=sum(map(len, call.request.inputs.prompts)),
         plain_step_seconds=decoder.plain_step_seconds,
         prompt_tokens_reused=decoder.prompt_tokens_reused,
+        packing_seconds=progress.packing_seconds,
         trace=traces or None,
     )
 

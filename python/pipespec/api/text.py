@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pipespec.engine.callers import call_with_ids
+from pipespec.engine.native import packing_seconds
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.errors import run_user_code
 from pipespec.process.threads import raise_program_end
@@ -147,6 +148,7 @@ class Progress:
 
     Attributes:
         seconds_to_first: Until the first step of the target; 0 before it.
+        packing_seconds: Of these, the time in which weights were read and packed.
         seconds: Of the call; 0 until it is finished.
         has_prompt: Whether the streamer has got the prompt, or an error of its own for it.
     """
@@ -164,7 +166,8 @@ class Progress:
         self._criteria, self._streamer, self._record = criteria, streamer, record
         self._began = time.perf_counter()
         self._streamed = 0  # new tokens per row
-        self.seconds_to_first = self.seconds = 0.0
+        self.seconds_to_first = self.packing_seconds = self.seconds = 0.0
+        packing_seconds.set(0.0)
         self.has_prompt = False
 
     def stream_prompt(self) -> None:
@@ -182,6 +185,7 @@ class Progress:
         raise_program_end()
         if not self.seconds_to_first:
             self.seconds_to_first = time.perf_counter() - self._began
+            self.packing_seconds = packing_seconds.get()
         self._check_model()
         text = self.text
         text.source = source

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from pipespec.cli.generate import add_sampling, bundled_drafts, sampling_options
+from pipespec.cli.generate import add_sampling, sampling_options
 from pipespec.cli.options import (
     Subparsers,
     add_models,
@@ -38,7 +38,9 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
 
 def run(args: argparse.Namespace) -> int:
     """Talk to a model. The conversation is kept, and what was read once is not read again. /reset starts again, Ctrl-C stops an answer, /exit or Ctrl-D ends."""
-    target, drafts, dtype = chosen_models(args, lambda: bundled_drafts(None, "coupled"))
+    if args.target is None:
+        raise ValueError("chat needs --target MODEL: the bundled models have no chat template")
+    target, drafts, dtype = chosen_models(args, list)
     with working("importing torch and transformers"):
         from pipespec.api.pipeline import Pipeline
         from pipespec.models.tokenizers import load_tokenizer

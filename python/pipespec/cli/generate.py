@@ -37,9 +37,9 @@ def add_parser(commands: Subparsers) -> list[argparse.ArgumentParser]:
     parser = commands.add_parser("generate", help="generate text with any models", description=run.__doc__)
     parser.set_defaults(command=run)
     add_generation(parser)
-    parser.add_argument("--report", action="store_true", help="afterwards, print what each stage did")
+    flag(parser, "report", "afterwards, print what each stage did; with --json-lines in each line")
     tracer = commands.add_parser("trace", help="record every step of a generation", description=run_trace.__doc__)
-    tracer.set_defaults(command=run_trace)
+    tracer.set_defaults(command=run_trace, report=False)
     add_generation(tracer)
     tracer.add_argument("--out", metavar="FILE", type=Path, required=True, help="trace for https://ui.perfetto.dev")
     return [parser, tracer]
@@ -97,7 +97,7 @@ _TRACE_STEPS = 1 << 16
 def run(args: argparse.Namespace) -> int:
     """Continue a prompt with the target's own text, token for token, with or without drafts. Greedy, or sampled with a seed."""
     report = generate(args)
-    if args.report and report is not None:
+    if args.report and report is not None and not args.json_lines:
         print(report, file=sys.stderr)
     return 0
 
@@ -214,7 +214,7 @@ def _prompt_of(line: str, number: int) -> dict[str, Any]:
 
 
 def _write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: list[str]) -> None:
-    """Print, for each line that is not empty, its object with ``text``, ``finish_reason``, ``tokens`` and ``seconds``. All are checked before the first text."""
+    """Print, for each line that is not empty, its object with ``text``, ``finish_reason``, ``tokens``, ``seconds``, and with ``--report`` the ``report``. All are checked before the first text."""
     from pipespec.models.properties import end_tokens
 
     given = [_prompt_of(line, number) for number, line in enumerate(lines, 1) if line.strip()]
@@ -234,6 +234,8 @@ def _write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: lis
             "tokens": len(new),
             "seconds": round(pipe.report.seconds, 3),
         }
+        if args.report:
+            found["report"] = pipe.report.to_dict()
         print(json.dumps(entry | found, ensure_ascii=False), flush=True)
 
 

@@ -92,8 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _refuse_command(parser: argparse.ArgumentParser, commands: Collection[str], arguments: Sequence[str]) -> None:
-    """End with an error where the first argument is the name of no command, and say what may have been meant."""
-    name = arguments[0] if arguments else "-"
+    """End with an error where the first argument is no command's name, and say what may have been meant."""
+    if not arguments:
+        parser.error(f"which command? There are {', '.join(commands)}")
+    name = arguments[0]
     if name.startswith("-") or name in commands:
         return
     meant = _COMMANDS_MEANT.get(name)

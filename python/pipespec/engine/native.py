@@ -11,6 +11,8 @@ import copy
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,9 @@ LONGEST = 0.02
 
 TABLE = 1 << 20
 """Bytes from which on a table's rows are compared only once they were read. The others stay in their file."""
+
+packing_seconds: ContextVar[float] = ContextVar("packing_seconds", default=0.0)
+"""Time in which the call of this context has read and packed weights. The call sets it to 0 when it begins."""
 
 MOVING = 0.1
 """Share of the forwards' time in which weights move into huge pages, until all lie there. As much is lost in small pages."""
@@ -387,7 +392,9 @@ def native_form(model: PreTrainedModel | ModelParts, reserved: int = 0) -> Nativ
     """
     from pipespec.process.progress import announced
 
-    with torch.inference_mode(), announced("reading the weights"):
+    with torch.inference_mode(), announced("reading the weights"), ExitStack() as ends:
+        begin = time.perf_counter()
+        ends.callback(lambda: packing_seconds.set(packing_seconds.get() + time.perf_counter() - begin))
         form = NativeForm(model, reserved)
         parts = form.parts
         form.move_weights(reserved)

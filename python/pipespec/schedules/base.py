@@ -181,7 +181,7 @@ class Decoder(ABC):
 
     @property
     def translated(self) -> Mapping[int, tuple[int, int]]:
-        """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those lost in translation."""
+        """By stage with another tokenizer than the target's: tokens that its model generated in the last call, and those that could not be translated."""
         return {}
 
     def forget_stale(self) -> bool:
