@@ -4,8 +4,6 @@ Each file names the commit that it measured (:mod:`bench.machine`). A file is ou
 :data:`SOURCES` differs from that commit's. Comments, docstrings and imports of Python do not count, nor does another name of a file. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

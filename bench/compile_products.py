@@ -1,7 +1,5 @@
 """The compile gate's cases of products of few rows and of quantised weights, and what is wrong with their machine code; see :mod:`bench.compile_gate`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ Start the servers first, with the same model and the same threads. One of them w
 Each server hears its own answers again, as a client sends them. The texts are lines of a file (default: docs/calls.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

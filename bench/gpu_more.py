@@ -4,8 +4,6 @@ With planted models of 1B and 8B: the first token by the prompt's length, a batc
 GGUF files, and the quantised linear modules of torchao where it is installed. Ours in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

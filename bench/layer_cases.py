@@ -14,8 +14,6 @@ Rivals of the moves are indexed reads and assignments whose indices are made bef
 are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

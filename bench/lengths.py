@@ -6,8 +6,6 @@ For each length and repeat, the systems run one after the other. None keeps a pr
 time of decoding begins there. A prompt consists of the words of a file (default: docs/calls.md), repeated until it has the length.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -8,8 +8,6 @@ the lockstep and plain runs only, that of a lockstep run the other lockstep runs
 listed with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ kind of prompt, ``--json`` has the tokens/s of whole calls (sum of tokens over t
 ratio to it, milliseconds to the first token, tokens/s after it, and the share of texts that are those of :func:`own_plain`, by default our plain decoding's.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

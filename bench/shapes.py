@@ -7,8 +7,6 @@ same threads that the bytes take which a token must read: all matrices, and of e
 ``--llama`` is llama.cpp's server, which reads the same file with the same threads and tells its own times.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

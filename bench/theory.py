@@ -5,8 +5,6 @@ python -m bench.theory --docs docs    rewrite them in docs/theory.md, and the fi
 python -m bench.theory --docs docs --published-runs DIR    also the output of `python -m bench.published_runs DIR`
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence

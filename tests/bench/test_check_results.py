@@ -1,7 +1,5 @@
 """bench.check_results in a repository made for the test, and its table of sources against the tree."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Readers of prompts, on small files in the published formats."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

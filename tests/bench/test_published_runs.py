@@ -1,7 +1,5 @@
 """Reading published runs, tested on synthetic runs with known parameters, and the command that prints them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rows of real models: which are there, what their texts are compared with, and the figures of a results file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of systems over prompts: what is measured is kept, compared and continued; tables are views of the samples. No time is asserted."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

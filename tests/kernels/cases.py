@@ -3,8 +3,6 @@
 ``test_matrix.py`` runs the table for every implementation, dtype and layout.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Helpers for the tests of row selection: edge-case data, strided views, and an oracle that reads every element."""
 
-from __future__ import annotations
-
 import math
 import mmap
 

@@ -8,8 +8,6 @@ An operation of torch counts as one launch. Some take more (a product may split 
 take none. The kernels over the block count, too. CUDA's own optimisation of a graph is not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

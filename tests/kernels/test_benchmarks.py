@@ -1,7 +1,5 @@
 """The benchmarks: their cases compute the right results, and their tables survive failures. No time is asserted."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json

@@ -1,7 +1,5 @@
 """The native forward of a decoder against the same model in float64, and with equal bits in every shape of a call."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math

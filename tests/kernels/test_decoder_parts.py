@@ -1,7 +1,5 @@
 """Experts, recurrent parts and layers of several sizes of the native decoder: what does not fit is named before the native code reads it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """bench.gpu_check without a GPU, with scripts as its parts: no part uses another's time, and no result is lost. No time is asserted."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

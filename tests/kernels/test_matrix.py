@@ -1,7 +1,5 @@
 """Every operation, by every implementation, of every dtype, in every layout, gives what the table of ``cases.py`` says."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Calls of the operations with arguments that do not fit: each works, or says in a message of its own what was wrong, and has written nothing."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

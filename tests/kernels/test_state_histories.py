@@ -1,7 +1,5 @@
 """Random histories of plan and commit: the native port against the model in lists, and a GPU's block against the host's."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """GGUF files that tests write with the package gguf, as llama.cpp's conversion does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Draft heads for the tests: random ones in both formats, and a reference in plain torch that shares no code with the package."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

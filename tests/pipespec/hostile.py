@@ -1,7 +1,5 @@
 """Changes that programs make to a model, its calls and its process, for a test that draws some of them at random."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Rejection sampling in a pipeline: the target's distribution of texts, more accepted draft tokens, and errors by name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

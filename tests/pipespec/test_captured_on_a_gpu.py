@@ -3,8 +3,6 @@
 Those with a device run on a CPU, too, uncaptured.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``pipespec chat``, and ``pipespec generate --json-lines``."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """SpeculationConfig and the default schedule: a documented rule that measures nothing."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Greedy; other files test the arguments of sampling. An argument of a newer trans
 classified fails here.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter

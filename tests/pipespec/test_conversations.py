@@ -1,7 +1,5 @@
 """Random conversations: a pipeline that has kept earlier texts says what one says that has just been made, whatever happens between two calls."""
 
-from __future__ import annotations
-
 import os
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Parent and children use a pipeline that was made before a fork, at the same time."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: how a text is split, which tokens are special, and which of them end a turn."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

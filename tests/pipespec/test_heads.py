@@ -1,7 +1,5 @@
 """Draft heads: both formats of files, what a head drafts, and that the text stays the target's."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any

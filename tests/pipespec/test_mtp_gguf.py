@@ -1,7 +1,5 @@
 """MTP layers inside GGUF files: the weights that were written, in blocks where the file has them so, and the target's text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Penalties and biases: what is fused, the formula, the buffers of captured steps, wrong values. Texts: ``tests/same_text``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Kept prefixes: a text is the same with and without them, whatever calls came before, and a prompt's beginning is not read again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,8 +1,6 @@
 """Every logits processor of transformers and of users: the text is that of transformers' own loop. The models have 40 tokens, so that every processor has
 an effect."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """``pipespec serve``: a pipeline behind OpenAI's API, called by the package openai."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Requests to the server by hand: what each field does, what is refused, and the form of answers and errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket

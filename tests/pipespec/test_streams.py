@@ -4,8 +4,6 @@ Attention by row lengths rounds differently from sdpa with a mask, and a wide st
 in the last place; no text here comes that close to a tie. So the texts are compared with ``generate()`` under sdpa.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

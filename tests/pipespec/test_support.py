@@ -1,7 +1,5 @@
 """What models can run as: whole, in a worker process, quantised, captured."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Models with quantised matrices as they are on a GPU: in tiles, here on the CPU. Their logits are those of the dequantised model, and captured texts those of plain decoding."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

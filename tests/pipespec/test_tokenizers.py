@@ -1,7 +1,5 @@
 """Tokens as bytes, and the ids of a text that grows and is cut: always those of the text encoded from its beginning."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Drafts with another tokenizer: the target's own text in every chain, and the draft tokens of a draft that differs in nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of many families, made from transformers' configurations. Windows are shorter than the texts of the tests."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

@@ -1,7 +1,5 @@
 """Cuts of a model, the computation of all stages together, and loading one stage."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

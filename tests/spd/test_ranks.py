@@ -3,8 +3,6 @@
 A harness that has imported everything forks the processes. One test starts them with torchrun itself.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -4,8 +4,6 @@ torch and transformers take seconds to import, which a fresh process needs. ``py
 thread, so that a fork lacks none.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Published draft modules: a tiny one in their format is made here, converted, compared with its own arithmetic, and run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

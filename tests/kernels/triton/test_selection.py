@@ -1,7 +1,5 @@
 """What the kernels of verification have beyond the operation: divisions of a row, a work space, the state of rows, and bad numbers on the device."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
