@@ -39,14 +39,7 @@ def model_of(url: str) -> str:
 
 def ask(url: str, model: str, messages: list[Message], tokens: int) -> tuple[float, float, str, dict[str, Any]]:
     """Seconds to the first token and to the last one, the answer, and the usage that the server reports."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -242,8 +242,4 @@ def make_product(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> 
 
 PRODUCTS = Benchmark("linear_small", make_product, ("M", "N", "K"), product_shapes, dtypes, product_bytes)
 
-BENCHMARKS = [
-    Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes),
-    *map(operation, SIZES),
-    PRODUCTS,
-]
+BENCHMARKS = [Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes), *map(operation, SIZES), PRODUCTS]  # fmt: skip

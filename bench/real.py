@@ -136,14 +136,7 @@ def _llama(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
         raise ValueError("llama.cpp needs its server and a target: give --llama and --target")
     ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM}
     if config.drafts:
-        ways[", draft"] = (
-            "--spec-type",
-            "draft-simple",
-            "-md",
-            str(packed(config.drafts[-1])),
-            "--spec-draft-n-max",
-            "4",
-        )
+        ways[", draft"] = ("--spec-type", "draft-simple", "-md", str(packed(config.drafts[-1])), "--spec-draft-n-max", "4")  # fmt: skip
     for way, more in ways.items():
         yield LlamaServer(f"llama.cpp Q4_K_M{way}", Path(config.llama), packed(config.target), more)
 

@@ -234,13 +234,7 @@ AVAILABLE = {"torch", "triton", "transformers", "numpy", "pytest", "hypothesis",
 AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 
-OPTIONAL = {
-    ("demo", "run.py"),
-    ("server", "app.py"),
-    ("server", "metrics.py"),
-    ("server", "prompts.py"),
-    ("pipespec", "test_serve.py"),
-}
+OPTIONAL = {("demo", "run.py"), ("server", "app.py"), ("server", "metrics.py"), ("server", "prompts.py"), ("pipespec", "test_serve.py")}  # fmt: skip
 """The demo and the server, which no part runs. The server's tests skip themselves without its packages."""
 
 

@@ -17,12 +17,8 @@ from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from . import protocol_model as model
 
 ACTIONS = {
-    model.IDLE: Action.IDLE,
-    model.STEP: Action.STEP,
-    model.CATCH_UP: Action.CATCH_UP,
-    model.WAIT: Action.WAIT,
-    model.FINISHED: Action.FINISHED,
-}
+    model.IDLE: Action.IDLE, model.STEP: Action.STEP, model.CATCH_UP: Action.CATCH_UP, model.WAIT: Action.WAIT, model.FINISHED: Action.FINISHED,
+}  # fmt: skip
 
 
 @dataclass

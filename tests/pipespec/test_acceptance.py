@@ -94,11 +94,7 @@ class NoRepeats(grammars.Classes):
         return False
 
 
-GIVEN = {
-    "plain": {},
-    "penalties": PENALTIES,
-    "grammar": {"grammar": lambda rows: [NoRepeats(99, IDS) for _ in range(rows)]},
-}
+GIVEN = {"plain": {}, "penalties": PENALTIES, "grammar": {"grammar": lambda rows: [NoRepeats(99, IDS) for _ in range(rows)]}}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)

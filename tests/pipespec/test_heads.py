@@ -253,13 +253,9 @@ def refused(head: DraftHead) -> None:
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [
-        ("original", {"graphs": False}),
-        ("speculators", {"graphs": False, "native": False}),
-        pytest.param("original", {"graphs": True}, marks=ON_CPU),
-    ],
+    [("original", {"graphs": False}), ("speculators", {"graphs": False, "native": False}), pytest.param("original", {"graphs": True}, marks=ON_CPU)],
     ids=["native", "torch", "captured"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monkeypatch) -> None:
     path, weights = write(tmp_path, form, shape)

@@ -341,11 +341,7 @@ def test_the_callers_keys_and_values_serve_no_other_call(target):
     assert torch.equal(out, wanted)
 
 
-FORMS = {
-    "own modules": PLAIN | {"native": False},
-    "captured": PLAIN | {"graphs": True},
-    "captured, exact": PLAIN | {"graphs": True, "exact": True},
-}
+FORMS = {"own modules": PLAIN | {"native": False}, "captured": PLAIN | {"graphs": True}, "captured, exact": PLAIN | {"graphs": True, "exact": True}}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)

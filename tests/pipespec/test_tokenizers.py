@@ -183,12 +183,7 @@ def test_an_update_encodes_the_last_piece_only(word):
 
 # ---- rows
 
-PAIRS = [
-    ("bundled", "sentencepiece"),
-    ("byte-level", "unigram"),
-    ("sentencepiece", "byte-level"),
-    ("unigram", "bundled"),
-]
+PAIRS = [("bundled", "sentencepiece"), ("byte-level", "unigram"), ("sentencepiece", "byte-level"), ("unigram", "bundled")]  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
