@@ -1,7 +1,5 @@
 """Baselines of the papers: HuggingFace's compiled generation, self-speculation, the published schedules, SPD, PPSD. Importing this adds their kinds."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

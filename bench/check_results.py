@@ -4,8 +4,6 @@ Each file names the commit that it measured (:mod:`bench.machine`). A file is ou
 :data:`SOURCES` differs from that commit's. Comments, docstrings and imports of Python do not count, nor does another name of a file. README.md and the pages of docs/ quote a file by its path. Exit status: 0, or 1 if a file is not current (but for
 :data:`MAY_BE_OLDER`), or not quoted, or quoted and not there."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json
@@ -35,37 +33,16 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "head_training.json": ("python/pipespec_train", "bench/recipes"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "lengths.json": (*_ENGINE, "bench/lengths.py"),
-    "price.json": (
-        "csrc/cpu",
-        "pipespec_kernels/decoder.py",
-        "pipespec_kernels/formats.py",
-        "pipespec_kernels/packed.py",
-        "bench/controller.py",
-    ),
+    "price.json": ("csrc/cpu", "pipespec_kernels/decoder.py", "pipespec_kernels/formats.py", "pipespec_kernels/packed.py", "bench/controller.py"),
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "shapes.json": (*_ENGINE, "bench/shapes.py"),
-    "spd.json": (
-        *_KERNELS,
-        "python/pipespec/engine",
-        "python/pipespec_spd",
-        *_RUNNER,
-        "bench/baselines.py",
-        "bench/spd.py",
-    ),
+    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", *_RUNNER, "bench/baselines.py", "bench/spd.py"),
     "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/spd.py", "bench/recipes"),
-}
+}  # fmt: skip
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""
 
-MAY_BE_OLDER = {
-    "exact_long.json",
-    "gpu_h200.json",
-    "head.json",
-    "head_training.json",
-    "lengths.json",
-    "quality.json",
-    "spd_real.json",
-}
+MAY_BE_OLDER = {"exact_long.json", "gpu_h200.json", "head.json", "head_training.json", "lengths.json", "quality.json", "spd_real.json"}  # fmt: skip
 """Files of hardware that is not at hand, of hours of training, and of an hour of texts or of reading: an older one is named, and is no failure."""
 
 

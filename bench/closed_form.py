@@ -11,8 +11,6 @@ Probabilities must lie in [0, 1], and times be positive. The docs page ``theory.
 model. The formulas of SPD are in :mod:`pipespec_spd.law`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

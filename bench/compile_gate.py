@@ -25,8 +25,6 @@ the loop. So does a fused multiply-add where noise must have the host's bits. Po
 the vocabularies of models.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import subprocess

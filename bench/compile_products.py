@@ -1,7 +1,5 @@
 """The compile gate's cases of products of few rows and of quantised weights, and what is wrong with their machine code; see :mod:`bench.compile_gate`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -57,15 +55,8 @@ def product_cases() -> Iterator[CompileCase]:
         tile = tiles_for(n, BYTES[dtype], layout is not None)[0]
         types = {} if layout is None else {"weight": "*u8"}
         constants = {
-            "LAYOUT": None,
-            "K": k,
-            "NORM": False,
-            "HAS_BIAS": False,
-            "ONE_PLUS": False,
-            "PARTS": PARTS,
-            "ROWS": tile.rows,
-            "COLUMNS": columns,
-        }
+            "LAYOUT": None, "K": k, "NORM": False, "HAS_BIAS": False, "ONE_PLUS": False, "PARTS": PARTS, "ROWS": tile.rows, "COLUMNS": columns,
+        }  # fmt: skip
         constants |= {"HAS_COUNTS": True, "ROWS_OF_X": MAX_ROWS}
         constants |= {"EVEN": k % (PARTS * tile.block) == 0, "BLOCK": tile.block, "BLOCK_NORM": tile.norm} | own
         name = f"{name}, M={columns}" if columns > 8 else name
@@ -198,15 +189,7 @@ def products_table(reports: list[dict[str, Any]]) -> str:
         cells = [cell.split(" / ")[0] if len(set(cell.split(" / "))) == 1 else cell for cell in cells]
         weight = found[0]["bytes_per_weight"]
         lines.append([name, *cells, "-" if weight is None else f"{weight:.2f}", " / ".join(waits.get(name, ["-"]))])
-    heads = (
-        "registers",
-        "spilled",
-        "shared memory",
-        "blocks",
-        "bytes on their way",
-        "instructions",
-        "before the first load",
-    )
+    heads = ("registers", "spilled", "shared memory", "blocks", "bytes on their way", "instructions", "before the first load")  # fmt: skip
     return markdown_table(["kernel", *heads, "bytes per weight", "loads before the wait"], lines)
 
 

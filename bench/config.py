@@ -1,7 +1,5 @@
 """What a run is asked for: options of ``python -m bench.run``, and keys of its TOML files, of which ``[[dataset]]`` is a table per dataset."""
 
-from __future__ import annotations
-
 import argparse
 import tomllib
 from dataclasses import dataclass, field, fields, replace

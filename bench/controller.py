@@ -13,8 +13,6 @@ depends on nothing else, so ``replay`` runs the controller on these texts: it is
 prompt lose, and how far is it from the best fixed setting? A draft that begins reads the end of the prompt first.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

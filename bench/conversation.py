@@ -7,8 +7,6 @@ Start the servers first, with the same model and the same threads. One of them w
 Each server hears its own answers again, as a client sends them. The texts are lines of a file (default: docs/calls.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform
@@ -41,14 +39,7 @@ def model_of(url: str) -> str:
 
 def ask(url: str, model: str, messages: list[Message], tokens: int) -> tuple[float, float, str, dict[str, Any]]:
     """Seconds to the first token and to the last one, the answer, and the usage that the server reports."""
-    body = {
-        "model": model,
-        "messages": messages,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

@@ -11,8 +11,6 @@
 | ``jsonl`` | any other | of ``prompt``, ``text``, ``question``, ``turns`` or ``messages``, or a string |
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Callable, Mapping

@@ -8,8 +8,6 @@ On a GPU models have 16 bits, or weights in tiles, and all ways are captured ste
 products over their prompts have not, so batches are decoded with ``exact=True``, and so is the text that theirs is compared with.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

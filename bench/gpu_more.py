@@ -5,8 +5,6 @@ decoding after long prompts; a batch of eight; sampled texts; a round with a dra
 where it is installed. Ours in captured steps, medians of three calls. ``--dry-run``: small models on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

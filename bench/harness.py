@@ -1,7 +1,5 @@
 """Helpers of all benchmarks: results files, tables in documents, and how times and bandwidths are taken."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

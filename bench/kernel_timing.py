@@ -9,8 +9,6 @@ the time, and the inputs are cold where the copies together exceed twice the L2 
 medians over replays, between events.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

@@ -14,8 +14,6 @@ Rivals of the moves are indexed reads and assignments whose indices are made bef
 are transformers' modules in torch; bytes: each input read once and each result written once, without weights and tables.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -251,8 +249,4 @@ def make_product(device: str, shape: Shape, dtype: torch.dtype, copies: int) -> 
 
 PRODUCTS = Benchmark("linear_small", make_product, ("M", "N", "K"), product_shapes, dtypes, product_bytes)
 
-BENCHMARKS = [
-    Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes),
-    *map(operation, SIZES),
-    PRODUCTS,
-]
+BENCHMARKS = [Benchmark("attention", make_attention, ("B", "Q", "S"), attention_shapes, dtypes, attention_bytes), *map(operation, SIZES), PRODUCTS]  # fmt: skip

@@ -6,13 +6,9 @@ For each length and repeat, the systems run one after the other. None keeps a pr
 time of decoding begins there. A prompt consists of the words of a file (default: docs/calls.md), repeated until it has the length.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,44 +16,30 @@ from typing import Any
 
 import torch
 
+from bench import harness
 from bench.machine import describe, provenance
 from bench.real import LlamaServer, OpenVino
-from bench.systems import Family, System, Workload
+from bench.systems import CommitClock, Family, System, Workload
 
 Generate = Callable[..., Any]
 Measure = Callable[[torch.Tensor, int], tuple[float, float]]
 LENGTHS = (64, 512, 2048, 4096)
-
-
-class Stamps:
-    """A streamer: the times of the tokens after the prompt."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._has_prompt = False
-
-    def put(self, tokens: torch.Tensor) -> None:
-        if self._has_prompt:
-            self.times += [time.perf_counter()] * tokens.numel()
-        self._has_prompt = True
-
-    def end(self) -> None:
-        """Nothing is held back."""
+COLUMNS = {
+    "system": "{system}",
+    "prompt, tokens": "{length:,}",
+    "prompt, tokens/s": "{read:.0f}",
+    "decoding, tokens/s": "{decoded:.1f}",
+    "of the shortest": "{share:.2f}",
+}
 
 
 def measure(generate: Generate, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
     """Tokens per second of one call: of its prompt ``[1, S]``, and of the ``tokens`` that it generates after the first one."""
-    stamps, begin = Stamps(), time.perf_counter()
+    clock = CommitClock()
+    call = {"attention_mask": torch.ones_like(prompt), "eos_token_id": None, "do_sample": False, "streamer": clock}
     with torch.inference_mode():
-        generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens + 1,
-            eos_token_id=None,
-            do_sample=False,
-            streamer=stamps,
-        )
-    return prompt.shape[1] / (stamps.times[0] - begin), tokens / (stamps.times[-1] - stamps.times[0])
+        generate(input_ids=prompt, max_new_tokens=tokens + 1, **call)
+    return prompt.shape[1] / clock.commits[0][0], tokens / (clock.commits[-1][0] - clock.commits[0][0])
 
 
 def measure_rival(system: System, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
@@ -88,16 +70,13 @@ def compare(
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: medians, and the decoding as a share of that after the shortest prompt."""
-    lines = [
-        "| system | prompt, tokens | prompt, tokens/s | decoding, tokens/s | of the shortest |",
-        "|---|---:|---:|---:|---:|",
-    ]
+    found: list[dict[str, Any]] = []
     first: dict[str, float] = {}
     for row in sorted(rows, key=lambda row: row["length"]):
         read, decoded = statistics.median(row["prompt"]), statistics.median(row["decoding"])
         share = decoded / first.setdefault(row["system"], decoded)
-        lines.append(f"| {row['system']} | {row['length']:,} | {read:.0f} | {decoded:.1f} | {share:.2f} |")
-    return "\n".join(lines)
+        found.append(row | {"read": read, "decoded": decoded, "share": share})
+    return harness.table(COLUMNS, found)
 
 
 def rivals_of(options: argparse.Namespace) -> dict[str, System]:
@@ -153,9 +132,7 @@ def main() -> None:
             system.close()
     origin = provenance(torch.get_num_threads())
     print(f"\n{describe(origin)}\n\n{table(rows)}")
-    if options.out is not None:
-        record = {**origin, "target": options.target.name, "rows": rows}
-        options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    harness.save(options.out, {**origin, "target": options.target.name, "rows": rows})
 
 
 if __name__ == "__main__":

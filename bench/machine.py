@@ -1,7 +1,5 @@
 """Where a measurement comes from: commit, date, machine, versions and threads, for every results file."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

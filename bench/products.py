@@ -3,8 +3,6 @@
 Each number is the least time of several calls, in microseconds, for 1 to 256 columns of inputs. Four matrices take turns, which the caches do not hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -20,8 +20,6 @@ checked for the end of the text.
 decodes until it is L - 1 tokens ahead, the target verifies, and all others roll back to the target.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ FOLDER has one JSON file per run, as the authors' program writes it (BradMcDanel
                   "gpustats": [{"gpu_powers": [W, ...]}, ...]}]}                    may be missing
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

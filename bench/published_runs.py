@@ -8,8 +8,6 @@ the lockstep and plain runs only, that of a lockstep run the other lockstep runs
 listed with the reason.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -380,15 +378,11 @@ def as_text(data: dict[str, Any]) -> str:
 
     parts = [
         table(
-            "The published table, re-derived (sum of times over sum of tokens)",
-            "run|samples|ms/token|speed-up|same samples|95 % interval|J/token",
+            "The published table, re-derived (sum of times over sum of tokens)", "run|samples|ms/token|speed-up|same samples|95 % interval|J/token",
             "{name}|{samples}|{ms_per_token:.2f}|{speedup:.2f}x|{fair:.2f}x|{interval[0]:.2f}-{interval[1]:.2f}|{joules}",
-            [
-                r | {"joules": "-" if r["joules_per_token"] is None else f"{r['joules_per_token']:.1f}"}
-                for r in data["table"]
-            ],
-        )
-    ]
+            [r | {"joules": "-" if r["joules_per_token"] is None else f"{r['joules_per_token']:.1f}"} for r in data["table"]],
+        ),
+    ]  # fmt: skip
     if data["lockstep"]:
         parts += [
             table(

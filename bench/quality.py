@@ -5,8 +5,6 @@ forwards that generate text. The first half of a window is context and not score
 both have the same likeliest token. ``--gguf`` adds a file with the same tokenizer.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -11,8 +11,6 @@ kind of prompt, ``--json`` has the tokens/s of whole calls (sum of tokens over t
 ratio to it, milliseconds to the first token, tokens/s after it, and the share of texts that are those of :func:`own_plain`, by default our plain decoding's.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json
@@ -138,14 +136,7 @@ def _llama(kind: str, config: BenchConfig, drafts: Sequence[str]) -> Iterator[Sy
         raise ValueError("llama.cpp needs its server and a target: give --llama and --target")
     ways: dict[str, tuple[str, ...]] = {"": (), ", n-gram": LLAMA_NGRAM}
     if config.drafts:
-        ways[", draft"] = (
-            "--spec-type",
-            "draft-simple",
-            "-md",
-            str(packed(config.drafts[-1])),
-            "--spec-draft-n-max",
-            "4",
-        )
+        ways[", draft"] = ("--spec-type", "draft-simple", "-md", str(packed(config.drafts[-1])), "--spec-draft-n-max", "4")  # fmt: skip
     for way, more in ways.items():
         yield LlamaServer(f"llama.cpp Q4_K_M{way}", Path(config.llama), packed(config.target), more)
 

@@ -1,7 +1,5 @@
 """A pytest plugin that writes the result of each test as it ends: ``-p bench.result_lines --results FILE``, one JSON object per line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -10,8 +10,6 @@ same options does what is missing. Exit status 1 if texts differ in float32. ``p
 and ``python -m bench.plot DIR`` draws the results.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

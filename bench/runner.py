@@ -6,8 +6,6 @@ tuned for every system that runs in one process. Every text is compared with the
 is missing.
 """
 
-from __future__ import annotations
-
 import gc
 import resource
 import signal

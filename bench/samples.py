@@ -12,8 +12,6 @@
 that was not measured is ``null``; no file contains NaN.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from functools import cached_property

@@ -4,8 +4,6 @@ On a GPU the kernels themselves are measured, in the fast form of their noise. R
 an exponential race. Others are in ``bench/rivals.py``. Bytes are those of the logits once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

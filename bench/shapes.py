@@ -7,8 +7,6 @@ same threads that the bytes take which a token must read: all matrices, and of e
 ``--llama`` is llama.cpp's server, which reads the same file with the same threads and tells its own times.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -141,11 +139,7 @@ def layer_tensors(shape: Shape, layer: int) -> TENSORS:
 def _delta_tensors(shape: Shape, kind: str) -> TENSORS:
     """Those of a gated delta net."""
     hidden, keys = shape.hidden, shape.keys
-    of_keys, of_values, heads = (
-        keys["ssm.group_count"] * keys["ssm.state_size"],
-        keys["ssm.inner_size"],
-        keys["ssm.time_step_rank"],
-    )
+    of_keys, of_values, heads = (keys["ssm.group_count"] * keys["ssm.state_size"], keys["ssm.inner_size"], keys["ssm.time_step_rank"])  # fmt: skip
     mixed = 2 * of_keys + of_values
     return {
         "attn_qkv.weight": ((mixed, hidden), kind),
@@ -328,18 +322,7 @@ def table_of(records: list[dict[str, Any]]) -> str:
             row.append(f"{mine[key]:.1f}" + (f" ({mine[key] / other[key]:.2f})" if other else ""))
             row += [f"{other[key]:.1f}"] if other else ["-"]
         rows.append([*row, f"{mine['share']:.2f}", f"{other['share']:.2f}" if other else "-"])
-    header = [
-        "model",
-        "layers",
-        "GB",
-        "GB per token",
-        "decoding",
-        "llama.cpp",
-        "prompt",
-        "llama.cpp",
-        "share of a read",
-        "llama.cpp",
-    ]
+    header = ["model", "layers", "GB", "GB per token", "decoding", "llama.cpp", "prompt", "llama.cpp", "share of a read", "llama.cpp"]  # fmt: skip
     return markdown_table(header, rows)
 
 

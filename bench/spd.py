@@ -12,8 +12,6 @@ parts.
 these answers are counted, and the first answers are also decoded, which must give the same counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

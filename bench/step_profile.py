@@ -7,8 +7,6 @@ times and ``gaps`` that of the gaps: together they are the step. A launch that b
 ``--svg`` draws the last layer of each as a timeline. ``--dry-run``: small models on a CPU, whose "launches" are torch's operations.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Systems of a run: ways to generate the target's text, behind one interface, and :data:`KINDS`, the table of those that a configuration can name."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -5,8 +5,6 @@ python -m bench.theory --docs docs    rewrite them in docs/theory.md, and the fi
 python -m bench.theory --docs docs --published-runs DIR    also the output of `python -m bench.published_runs DIR`
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
@@ -218,14 +216,8 @@ def figures(tokens: int) -> dict[str, str]:
         Series("workers, no minimum (simulated)", ACCEPTANCE, [simulated(0, a) for a in ACCEPTANCE], marks=True),
         Series("best lockstep", grid, [closed_form.best_lockstep(a, c)[1] for a in grid], 1, dashed=True),
         Series("generalised, best minimum", grid, [c * best(a)[1] for a in grid], 2),
-        Series(
-            "workers, that minimum (simulated)",
-            ACCEPTANCE,
-            [simulated(best(a)[0], a) for a in ACCEPTANCE],
-            2,
-            marks=True,
-        ),
-    ]
+        Series("workers, that minimum (simulated)", ACCEPTANCE, [simulated(best(a)[0], a) for a in ACCEPTANCE], 2, marks=True),
+    ]  # fmt: skip
     speedups = chart(
         "Two stages, draft ten times as fast, verification as cheap as a plain step",
         [Panel(curves, x_label="acceptance rate", y_label="speed-up over plain decoding")],

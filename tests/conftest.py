@@ -1,7 +1,5 @@
 """Models and prompts that the tests share. Everything is made here: no weights are downloaded."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

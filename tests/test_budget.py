@@ -3,8 +3,6 @@
 The ceilings of folders may only fall. What is above a limit is named with a length, which may only fall, too.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The scripts of examples/ run, each in a process of its own, with the bundled models."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

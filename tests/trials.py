@@ -4,8 +4,6 @@ The environment variable ``PIPESPEC_TESTS`` is ``ci`` (the default) or ``nightly
 and Hypothesis examples differ. ``tests/native/check.hpp`` reads the same variable.
 """
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, settings

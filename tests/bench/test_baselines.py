@@ -1,7 +1,5 @@
 """The published schedules as baselines: the target's text with any drafts and timing, and drafts that continue from the right cache."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """bench.check_results in a repository made for the test, and its table of sources against the tree."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -97,13 +95,8 @@ def test_results_of_hardware_elsewhere_may_be_older(
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ({"rows": []}, "names no commit"),
-        ({"commit": None}, "names no commit"),
-        ({"commit": "0" * 40}, "not in the history"),
-    ],
-)
+    ("content", "reason"), [({"rows": []}, "names no commit"), ({"commit": None}, "names no commit"), ({"commit": "0" * 40}, "not in the history")],
+)  # fmt: skip
 def test_without_a_known_commit(root: Path, capsys: pytest.CaptureFixture[str], content: dict, reason: str) -> None:
     commit(root, source="1")
     measured(root, "a.json", **content)

@@ -1,7 +1,5 @@
 """Formulas: known values, limits, identities, and comparison with simulations."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Readers of prompts, on small files in the published formats."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -12,13 +10,7 @@ import pytest
 
 from bench.datasets import Conversation, guessed, messages, read
 
-HUMAN_EVAL = {
-    "task_id": "HumanEval/0",
-    "prompt": "def f():\n",
-    "entry_point": "f",
-    "canonical_solution": " 1",
-    "test": "x",
-}
+HUMAN_EVAL = {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "canonical_solution": " 1", "test": "x"}  # fmt: skip
 GSM8K = {"question": "How many?", "answer": "2 #### 2"}
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": []}
 CNN = {"id": "f001", "article": "Long news.", "highlights": "News."}

@@ -1,7 +1,5 @@
 """The perf model: invariants of any chain, the engine's own policy, speed."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Planted models agree as often as requested, over texts that do not repeat."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

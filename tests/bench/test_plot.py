@@ -1,7 +1,5 @@
 """The figures of the benchmarks: their curves are there, the same input gives the same file, and nothing is drawn of nothing."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of origin in every results file."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

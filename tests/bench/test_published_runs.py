@@ -1,7 +1,5 @@
 """Reading published runs, tested on synthetic runs with known parameters, and the command that prints them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -50,11 +48,7 @@ def save(
 ) -> None:
     if lookahead is None:
         lookahead = LOOKAHEAD if strategy == "chain" else 0
-    about = {
-        "strategy": strategy,
-        "lookahead": lookahead,
-        "model_configs": [{"path": f"some/model-{m}-Instruct"} for m in models],
-    }
+    about = {"strategy": strategy, "lookahead": lookahead, "model_configs": [{"path": f"some/model-{m}-Instruct"} for m in models]}  # fmt: skip
     data = {"metadata": about, "results": [{"metrics": metrics} for metrics in samples]}
     (folder / f"{name}.json").write_text(json.dumps(data))
 

@@ -1,7 +1,5 @@
 """Rows of real models: which are there, what their texts are compared with, and the figures of a results file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,14 +31,8 @@ def test_rows_name_drafts_that_there_are(target: LlamaForCausalLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("system", "message"),
-    [
-        ("default", "give --drafts"),
-        ("head", "give --head"),
-        ("llama.cpp", "give --llama"),
-        ("OpenVINO", "give --openvino"),
-    ],
-)
+    ("system", "message"), [("default", "give --drafts"), ("head", "give --head"), ("llama.cpp", "give --llama"), ("OpenVINO", "give --openvino")],
+)  # fmt: skip
 def test_a_row_says_what_it_lacks(system: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         systems_of(BenchConfig(target="q15-hf", systems=(system,)), [])
@@ -49,12 +41,7 @@ def test_a_row_says_what_it_lacks(system: str, message: str) -> None:
 def test_other_programs_read_the_files_next_to_the_models(tmp_path: Path) -> None:
     for name in ("q15-fp16", "q15-int4"):
         (tmp_path / name).mkdir()
-    given = {
-        "target": "models/q15-hf",
-        "drafts": ("models/q05-hf",),
-        "llama": "server",
-        "openvino": ("python", str(tmp_path)),
-    }
+    given = {"target": "models/q15-hf", "drafts": ("models/q05-hf",), "llama": "server", "openvino": ("python", str(tmp_path))}  # fmt: skip
     rows = {row.key: row for row in systems_of(BenchConfig(systems=("llama.cpp", "OpenVINO"), **given), ["q05-hf"])}
     plain = "llama.cpp Q4_K_M"
     assert list(rows) == [

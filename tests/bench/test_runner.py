@@ -1,7 +1,5 @@
 """Runs of systems over prompts: what is measured is kept, compared and continued; tables are views of the samples. No time is asserted."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -81,13 +79,7 @@ class Trial:
         prompts = {str(i): torch.tensor([[i, 1]]) for i in range(samples)}
         data = Dataset("set", "planted", prompts, [torch.tensor([[WARM_UP]])])
         about = {"family": {"name": "test"}, "machine": provenance(1)}
-        about["run"] = {
-            "seed": seed,
-            "dtype": "float32",
-            "sampling": {"do_sample": False},
-            "new_tokens": 3,
-            "repeats": repeats,
-        }
+        about["run"] = {"seed": seed, "dtype": "float32", "sampling": {"do_sample": False}, "new_tokens": 3, "repeats": repeats}  # fmt: skip
         return Runner(self.folder, Workload(Family("test", self.target, {}), 3, 2, 1), found, [data], about, **options)
 
     def measured(self) -> list[tuple[str, int]]:
@@ -647,18 +639,7 @@ def test_a_planted_run_from_the_command_line(
 ) -> None:
     monkeypatch.setattr(run, "read_bytes_per_second", lambda threads: 1e10)
     monkeypatch.setattr(run, "POSITIONS", 96)
-    kinds = [
-        "hf",
-        "plain",
-        "assisted",
-        "layerskip",
-        "draft-verify",
-        "lockstep",
-        "published-lockstep",
-        "spd",
-        "ppsd",
-        "eagle3",
-    ]
+    kinds = ["hf", "plain", "assisted", "layerskip", "draft-verify", "lockstep", "published-lockstep", "spd", "ppsd", "eagle3"]  # fmt: skip
     arguments = ["--planted", "tiny-small", "tiny-target", "--agreement", "0.8", "--samples", "2", "--new-tokens", "12", "--threads", "1",
                  "--systems", *kinds, "--stages", "2", "--tuning", "0", "--out", str(tmp_path / "r")]  # fmt: skip
     assert run.main(arguments) == 0

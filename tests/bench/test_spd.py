@@ -1,7 +1,5 @@
 """The table of a run of SPD, in one process and on ranks; ``bench.spd real`` on a tiny target, and the recipe of the real one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

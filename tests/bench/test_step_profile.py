@@ -1,7 +1,5 @@
 """bench.step_profile without a GPU, on traces that are made up: which launches are a step, and which steps count."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench import plot

@@ -1,7 +1,5 @@
 """How benchmarks take times: what is called, how often, and what counts. No time is asserted."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

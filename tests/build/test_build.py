@@ -1,7 +1,5 @@
 """The built modules: their build information is true, they have no forbidden dependencies, and their import errors say what to do."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

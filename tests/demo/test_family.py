@@ -1,7 +1,5 @@
 """The bundled model family: its text, its prompts, and the files that are in the repository."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

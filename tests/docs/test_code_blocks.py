@@ -3,8 +3,6 @@
 A block is left out with ``<!-- not run: reason -->`` on the line above it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Facts that several files state agree: versions, settings of tools, workflows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files, modules and names that the documents mention exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

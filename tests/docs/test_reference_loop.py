@@ -1,7 +1,5 @@
 """The reference loop of docs/reference_loop.py gives the text of generate()."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning: links, anchors, references to code, parameters named in docstrings."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Numbers of examples, and a process of its own for what may crash."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

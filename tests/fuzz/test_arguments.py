@@ -1,7 +1,5 @@
 """Arguments of `Pipeline`, `SpeculationConfig` and `generate()`: each is refused by its name before any work, or the text is the target's."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """GGUF files whose headers are damaged at random: each is read, or refused with its name, in seconds and without memory for what is not there."""
 
-from __future__ import annotations
-
 import random
 import signal
 import struct

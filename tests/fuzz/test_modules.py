@@ -1,7 +1,5 @@
 """Draft modules whose files are damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

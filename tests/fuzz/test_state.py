@@ -1,7 +1,5 @@
 """The state block: attached to damaged memory, and used while any word in it may be any number."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

@@ -3,8 +3,6 @@
 ``test_matrix.py`` runs the table for every implementation, dtype and layout.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math
@@ -686,28 +684,17 @@ OPS = {
     "rejection_sample": Op(of_rejection_sample, reference.rejection_sample, near=True),
     "cutoff": Op(of_cutoff, cutoff_by_reference, near=True),
     "penalize": Op(of_penalize, penalize_by_processors, dtypes=[torch.float32], written=("logits", "history"), out=()),
-    "prompt_lookup": Op(
-        of_prompt_lookup, lookup_by_hand, dtypes=[torch.float32], written=STEP_ARRAYS, shared=("corpus",)
-    ),
+    "prompt_lookup": Op(of_prompt_lookup, lookup_by_hand, dtypes=[torch.float32], written=STEP_ARRAYS, shared=("corpus",)),
     "logprobs": Op(of_logprobs, logprobs_by_softmax, close_logprobs, out=(), near=True),
     "kv_append": Op(of_kv_append, append_by_hand, written=CACHES, out=()),
     "verify_attention": Op(of_verify_attention, attention_by_reference, close_attention, near=True),
-    "add_rms_norm": Op(
-        of_add_rms_norm,
-        reference.add_rms_norm,
-        close_norm,
-        out=("out", "residual_out"),
-        shared=("weight", "bias"),
-        near=True,
-    ),
+    "add_rms_norm": Op(of_add_rms_norm, reference.add_rms_norm, close_norm, out=("out", "residual_out"), shared=("weight", "bias"), near=True),
     "silu_mul": Op(of_silu_mul, reference.silu_mul, close_activation, near=True),
     "rope_append": Op(of_rope_append, reference.rope_append, close_rotation, written=CACHES, shared=TABLES, near=True),
     "linear_small": Op(of_linear_small, reference.linear_small, close_product, shared=WEIGHTS, near=True),
     "experts_small": Op(of_experts_small, experts_by_hand, close_product, out=(), shared=WEIGHTS, near=True),
-    "qkv_append": Op(
-        of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True
-    ),
-}
+    "qkv_append": Op(of_qkv_append, reference.qkv_append, close_columns, written=CACHES, shared=(*TABLES, *WEIGHTS), near=True),
+}  # fmt: skip
 
 
 class Case:

@@ -1,7 +1,5 @@
 """Where the tests of the operations run: the CPU, a GPU, and in a process of its own the CPU by Triton's interpreter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """The implementations of the operations, and how a test runs each of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 It has none of the state with which the protocol saves comparisons (committed lengths, agreement, epochs). It always compares whole texts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 IDLE, STEP, CATCH_UP, WAIT, FINISHED = range(5)

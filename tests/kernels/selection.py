@@ -1,7 +1,5 @@
 """Helpers for the tests of row selection: edge-case data, strided views, and an oracle that reads every element."""
 
-from __future__ import annotations
-
 import math
 import mmap
 
@@ -14,12 +12,8 @@ KINDS = ["normal", "negative", "few values", "minus inf", "zeros", "nans", "any 
 PHILOX_VECTORS = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-    ),
-]
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+]  # fmt: skip
 
 
 def int32(*values: int) -> Tensor:

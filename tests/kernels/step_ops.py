@@ -8,8 +8,6 @@ An operation of torch counts as one launch. Some take more (a product may split 
 take none. The kernels over the block count, too. CUDA's own optimisation of a graph is not measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc
@@ -35,24 +33,14 @@ from pipespec.schedules.graphs.stage import GraphedStage
 
 MODELS = {
     "1B": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
         "tie_word_embeddings": True,
     },
     "8B": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": False,
     },
-}
+}  # fmt: skip
 """Shapes of LLaMA 3.2 1B and LLaMA 3.1 8B."""
 
 SAMPLING = {

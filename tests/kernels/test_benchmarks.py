@@ -1,7 +1,5 @@
 """The benchmarks: their cases compute the right results, and their tables survive failures. No time is asserted."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import json
@@ -110,12 +108,7 @@ def test_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("benchmark", layer_cases.BENCHMARKS[1:-1], ids=lambda b: b.name)
 def test_layers_are_checked_before_they_are_timed(benchmark: Benchmark, monkeypatch: pytest.MonkeyPatch) -> None:
     make = functools.partial(benchmark.make, "cpu")
-    numbers = {
-        "kv_append": 4 * 8 * 128,
-        "add_rms_norm": 4 * 4096,
-        "silu_mul": 3 * 14336,
-        "rope_append": (2 * 32 + 4 * 8) * 128,
-    }
+    numbers = {"kv_append": 4 * 8 * 128, "add_rms_norm": 4 * 4096, "silu_mul": 3 * 14336, "rope_append": (2 * 32 + 4 * 8) * 128}  # fmt: skip
     for shape in benchmark.shapes("cpu", True):
         case = make(shape, torch.bfloat16, 2)  # compares the results of both
         expected = shape[0] * shape[1] * numbers[benchmark.name] * 2

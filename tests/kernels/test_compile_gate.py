@@ -1,7 +1,5 @@
 """The Triton kernels and the protocol's, compiled ahead of time, keep to their budgets; no GPU is needed."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -3,8 +3,6 @@
 Litmus tests check that GPUs keep the order of stores on which the protocol rests.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

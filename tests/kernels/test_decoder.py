@@ -1,7 +1,5 @@
 """The native forward of a decoder against the same model in float64, and with equal bits in every shape of a call."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math
@@ -274,22 +272,11 @@ MODELS = {
     "odd": {"shape": ODD},
     "odd, everything": {"shape": ODD, "biases": True, "head_norms": "shared", "tied": True},
     "norms around, caps, factors": {
-        "shape": dataclasses.replace(
-            FEW,
-            softcap=2.0,
-            residual_scale=0.3,
-            embedding_scale=1.7,
-            logit_scale=0.6,
-            logit_softcap=1.5,
-            norm_offset=1.0,
-        ),
+        "shape": dataclasses.replace(FEW, softcap=2.0, residual_scale=0.3, embedding_scale=1.7, logit_scale=0.6, logit_softcap=1.5, norm_offset=1.0),
         "norms": ("input_norm", "o_norm", "post_norm", "down_norm"),
         "tied": True,
     },
-    "norms of rotated heads, factors of queries": {
-        "shape": dataclasses.replace(FEW, norms_rotated=True),
-        "head_norms": "shared",
-    },
+    "norms of rotated heads, factors of queries": {"shape": dataclasses.replace(FEW, norms_rotated=True), "head_norms": "shared"},
     "norms behind, over all heads": {"shape": ODD, "norms": ("o_norm", "down_norm"), "head_norms": "joint"},
     "layer norms, parallel, pairs": {
         "shape": dataclasses.replace(ODD, norm="layer", is_parallel=True, rotates_pairs=True),
@@ -312,7 +299,7 @@ MODELS = {
     "bfloat16 weights": {"shape": FEW, "bits": 16, "dtype": torch.bfloat16},
     "8 bits": {"shape": ODD, "bits": 8, "biases": True},
     "8 bits, few": {"shape": FEW, "bits": 8},
-}
+}  # fmt: skip
 
 
 DESCRIBED = [name for name in MODELS if "norms " in name or "sinks" in name]
@@ -609,15 +596,7 @@ def step(**change: Any) -> Tensor:
     """A step of two rows with four tokens each that fits, but for the changes."""
     model = Model(FEW)
     (cos, sin), (keys, values) = angles(FEW, 32), storage(model, 2, capacity=20)
-    good = {
-        "tokens": random_tokens(FEW, 2, 4),
-        "keys": keys,
-        "values": values,
-        "lengths": [3, 16],
-        "cos": cos,
-        "sin": sin,
-        "keep": 4,
-    }
+    good = {"tokens": random_tokens(FEW, 2, 4), "keys": keys, "values": values, "lengths": [3, 16], "cos": cos, "sin": sin, "keep": 4}  # fmt: skip
     try:
         return model.native().step(**good | change)
     except (TypeError, ValueError):

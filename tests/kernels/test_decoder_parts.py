@@ -1,7 +1,5 @@
 """Experts, recurrent parts and layers of several sizes of the native decoder: what does not fit is named before the native code reads it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +15,7 @@ from pipespec_kernels.recurrent import Recurrent, States
 SHAPE = DecoderShape(16, 24, heads=2, kv_heads=1, head_dim=8, vocabulary=50, eps=1e-5, scale=0.3)
 HIDDEN, ROWS, COLUMNS = SHAPE.hidden, 2, 5
 
-ATTENTION = {
-    "q": torch.ones(16, HIDDEN),
-    "k": torch.ones(8, HIDDEN),
-    "v": torch.ones(8, HIDDEN),
-    "o": torch.ones(16, 16),
-}
+ATTENTION = {"q": torch.ones(16, HIDDEN), "k": torch.ones(8, HIDDEN), "v": torch.ones(8, HIDDEN), "o": torch.ones(16, 16)}  # fmt: skip
 FEED_FORWARD = {"gate": torch.ones(24, HIDDEN), "up": torch.ones(24, HIDDEN), "down": torch.ones(HIDDEN, 24)}
 EMPTY = dict.fromkeys(("input_norm", "post_norm", *ATTENTION, *FEED_FORWARD))
 
@@ -73,13 +66,7 @@ PLAIN = ATTENTION | FEED_FORWARD
 READER = PLAIN | {"k": None, "v": None, "keys_of": 1}
 RECURRENT = FEED_FORWARD | {"recurrent": delta_net()}
 OTHER = LayerSizes(24, 1, 16, 8)
-WIDE = PLAIN | {
-    "sizes": OTHER,
-    "q": torch.ones(32, HIDDEN),
-    "k": torch.ones(16, HIDDEN),
-    "v": torch.ones(16, HIDDEN),
-    "o": torch.ones(HIDDEN, 32),
-}
+WIDE = PLAIN | {"sizes": OTHER, "q": torch.ones(32, HIDDEN), "k": torch.ones(16, HIDDEN), "v": torch.ones(16, HIDDEN), "o": torch.ones(HIDDEN, 32)}  # fmt: skip
 INPUTS = dataclasses.replace(SHAPE, per_layer=4)
 OWN = {"per_layer_gate": torch.ones(4, HIDDEN), "per_layer_out": torch.ones(HIDDEN, 4)}
 
@@ -133,10 +120,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("needs a shared expert", lambda: with_experts(experts(shared_router=torch.ones(1, HIDDEN)))),
     ("has experts, and takes none of up, down", lambda: with_experts(experts(), **FEED_FORWARD)),
     ("takes no gate", lambda: with_experts(experts(), gate=FEED_FORWARD["gate"])),
-    (
-        "cannot be parallel",
-        lambda: step(ATTENTION | {"experts": experts()}, shape=dataclasses.replace(SHAPE, is_parallel=True)),
-    ),
+    ("cannot be parallel", lambda: step(ATTENTION | {"experts": experts()}, shape=dataclasses.replace(SHAPE, is_parallel=True))),
     ("has neither up nor experts", lambda: step(ATTENTION)),
     ("has neither down nor experts", lambda: step(ATTENTION | FEED_FORWARD | {"down": None})),
     ("has neither q nor recurrent", lambda: step(FEED_FORWARD)),
@@ -153,10 +137,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("places must be 6 for each of 2 rows", lambda: with_recurrent(delta_net(), states(places=[[0] * 5, [0] * 7]))),
     ("the first one a slot", lambda: with_recurrent(delta_net(), states(places=[[-1] * 6] * 2))),
     ("must be slots of 8", lambda: with_recurrent(delta_net(), states(places=[[0] * 5 + [8]] * 2))),
-    (
-        "states of the same sizes",
-        lambda: step(*(FEED_FORWARD | {"recurrent": short_convolution(n)} for n in (16, 32)), held=states()),
-    ),
+    ("states of the same sizes", lambda: step(*(FEED_FORWARD | {"recurrent": short_convolution(n)} for n in (16, 32)), held=states())),
     ("reads the keys of layer 0, which must come", lambda: step(READER | {"keys_of": 0})),
     ("reads the keys of layer 1, which must come", lambda: step(PLAIN, READER | {"keys_of": 0}, READER)),
     ("keys of layer 0, .* keys of its size", lambda: step(PLAIN, READER | {"keys_of": 0, "sizes": OTHER})),
@@ -170,7 +151,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("makes the per-layer inputs that the shape has", lambda: step(PLAIN | OWN, shape=INPUTS)),
     ("50 rows and 4 columns at least", lambda: step(PLAIN | OWN, shape=INPUTS, per_layer=own_inputs(width=3))),
     (r"per_layer.matrix must be \(4, 16\)", lambda: step(PLAIN | OWN, shape=INPUTS, per_layer=own_inputs(rows=5))),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED)

@@ -1,7 +1,5 @@
 """What is drawn has the target's distribution: coupled draws, and tokens of rejection sampling, whatever the draft. Texts: ``tests/pipespec/test_acceptance.py``."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples in the docstrings of the operations run and print what they say."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls with a reason of their own, by every implementation: ties, NaNs, infinities, empty rows, and numbers at the ends of their ranges."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -72,17 +72,8 @@ def test_quantising_gives_the_bytes_of_gguf(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "worst"),
-    [
-        ("q2_k", 0.11),
-        ("q3_k", 2.5e-2),
-        ("iq4_xs", 6.5e-3),
-        ("iq4_nl", 6e-3),
-        ("q4_k", 6e-3),
-        ("q5_k", 1.6e-3),
-        ("q6_k", 5e-4),
-    ],
-)
+    ("name", "worst"), [("q2_k", 0.11), ("q3_k", 2.5e-2), ("iq4_xs", 6.5e-3), ("iq4_nl", 6e-3), ("q4_k", 6e-3), ("q5_k", 1.6e-3), ("q6_k", 5e-4)],
+)  # fmt: skip
 def test_quantising_to_a_k_format_is_near(name: str, worst: float) -> None:
     x = torch.randn((64, 1024), generator=torch.Generator().manual_seed(2))
     assert 0 < error(x, name) < worst

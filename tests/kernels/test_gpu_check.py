@@ -1,7 +1,5 @@
 """bench.gpu_check without a GPU, with scripts as its parts: no part uses another's time, and no result is lost. No time is asserted."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
@@ -236,13 +234,7 @@ AVAILABLE = {"torch", "triton", "transformers", "numpy", "pytest", "hypothesis",
 AVAILABLE.add("huggingface_hub")  # comes with transformers
 
 
-OPTIONAL = {
-    ("demo", "run.py"),
-    ("server", "app.py"),
-    ("server", "metrics.py"),
-    ("server", "prompts.py"),
-    ("pipespec", "test_serve.py"),
-}
+OPTIONAL = {("demo", "run.py"), ("server", "app.py"), ("server", "metrics.py"), ("server", "prompts.py"), ("pipespec", "test_serve.py")}  # fmt: skip
 """The demo and the server, which no part runs. The server's tests skip themselves without its packages."""
 
 

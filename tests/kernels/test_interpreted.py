@@ -4,8 +4,6 @@ They run in processes of their own: triton reads TRITON_INTERPRET when it is imp
 for each core of most machines of CI.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

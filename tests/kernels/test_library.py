@@ -1,7 +1,5 @@
 """What a compiled model calls, in torch.library: opcheck, torch.compile, export, fakes; errors by name; and which implementation runs a call."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every operation, by every implementation, of every dtype, in every layout, gives what the table of ``cases.py`` says."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -205,11 +203,7 @@ def test_a_block_has_the_bits_of_its_columns(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for name, dtype in ALL if name not in SPLIT and dtype is not torch.float64],
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name, dtype in ALL if name not in SPLIT and dtype is not torch.float64], ids=str)  # fmt: skip
 def test_a_captured_call_reads_what_is_there_at_the_replay(name: str, dtype: torch.dtype) -> None:
     if INTERPRETED or not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

@@ -1,7 +1,5 @@
 """What the native code has of its own: SIMD variants by environment, threads, and which calls it takes from the reference."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

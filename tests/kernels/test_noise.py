@@ -1,8 +1,6 @@
 """The noise of coupled sampling: Philox against its published vectors, native noise against the oracle bit for bit,
 and both against float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

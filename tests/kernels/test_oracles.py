@@ -1,7 +1,5 @@
 """The references against transformers' modules, torch's functions and published numbers, which share no code with them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from types import SimpleNamespace

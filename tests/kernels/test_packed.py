@@ -1,7 +1,5 @@
 """Products with quantised matrices against their arithmetic in plain torch, and decoders of such matrices: equal bits in every shape of a call."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

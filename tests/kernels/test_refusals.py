@@ -1,7 +1,5 @@
 """Calls of the operations with arguments that do not fit: each works, or says in a message of its own what was wrong, and has written nothing."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -172,11 +170,7 @@ OF_APPEND = [
     (ValueError, "row 0: lengths is 14, and 3 more", {"lengths": int32(14, 4), "n_new": None}),
 ]
 REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
-    "argmax": [
-        *OF_LOGITS,
-        (ValueError, "threads", {"threads": 0}),
-        (TypeError, r"threads must be an integer, got 1\.5", {"threads": 1.5}),
-    ],
+    "argmax": [*OF_LOGITS, (ValueError, "threads", {"threads": 0}), (TypeError, r"threads must be an integer, got 1\.5", {"threads": 1.5})],
     "sample": [*OF_LOGITS[:2], *OF_NOISE],
     "verify": [*OF_LOGITS[3:], *OF_NOISE, *OF_COUNTS, *OF_TOKENS],
     "rejection_sample": [
@@ -239,10 +233,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "3 query heads cannot share 2", {"q": torch.ones(B, 3, Q, SIZE)}),
         (ValueError, "scale must be finite", {"scale": math.nan}),
         (ValueError, "window must be at least 1, is 0", {"window": 0}),
-        *(
-            (ValueError, r"softcap must be 1e-30 \.\. 1e30", {"softcap": cap})
-            for cap in (0.0, -1.0, 1e-50, 1e39, math.inf, math.nan)
-        ),
+        *((ValueError, r"softcap must be 1e-30 \.\. 1e30", {"softcap": cap}) for cap in (0.0, -1.0, 1e-50, 1e39, math.inf, math.nan)),
         (ValueError, "out must have shape", {"out": torch.zeros(1, HEADS, Q, SIZE)}),
         (ValueError, "out is written to", {"out": torch.zeros(1, HEADS, Q, SIZE).expand(B, HEADS, Q, SIZE)}),
         (TypeError, "workspace must be a tensor", {"workspace": 8}),
@@ -298,11 +289,7 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
         (ValueError, "out is written to", {"out": torch.zeros(1, 6).expand(B, 6)}),
     ],
     "experts_small": [
-        (
-            ValueError,
-            r"x must have at most 16 rows \[M, K\] or \[M, E, K\], got shape \(17, 8\)",
-            {"x": torch.ones(17, SIZE)},
-        ),
+        (ValueError, r"x must have at most 16 rows \[M, K\] or \[M, E, K\], got shape \(17, 8\)", {"x": torch.ones(17, SIZE)}),
         (ValueError, "x must have at most 16 rows", {"x": torch.ones(SIZE)}),
         (ValueError, r"weight must be \[N, 8\] with N > 0", {"weight": torch.ones(6, SIZE - 1)}),
         (TypeError, "chosen must be int32 or int64, got torch.float32", {"chosen": torch.ones(B, 2)}),
@@ -317,30 +304,18 @@ REFUSED: dict[str, list[tuple[Any, str, dict[str, Any]]]] = {
     ],
     "qkv_append": [
         *OF_STORAGE,
-        (
-            ValueError,
-            r"x must be \[2, Q, K\] for 2 rows of storage, got shape \(6, 8\)",
-            {"x": torch.ones(B * Q, SIZE)},
-        ),
+        (ValueError, r"x must be \[2, Q, K\] for 2 rows of storage, got shape \(6, 8\)", {"x": torch.ones(B * Q, SIZE)}),
         (ValueError, "at most 16 rows", {"x": torch.ones(B, 9, SIZE)}),
         (ValueError, "row 0: need 0 <= query_lens <= 3, is 4", {"query_lens": int32(4, 1)}),
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(4 * SIZE, SIZE)}),
         (ValueError, "weight must have rows for 2 heads of keys", {"weight": torch.ones(8 * SIZE - 1, SIZE)}),
-        (
-            TypeError,
-            "k_cache must be float32 or float8_e4m3fn, got torch.float16",
-            dict.fromkeys(("k_cache", "v_cache"), STORAGE.half()),
-        ),
+        (TypeError, "k_cache must be float32 or float8_e4m3fn, got torch.float16", dict.fromkeys(("k_cache", "v_cache"), STORAGE.half())),
         (ValueError, r"an even R of at most 8, got shape \(9, 10\)", dict.fromkeys(("cos", "sin"), torch.ones(9, 10))),
-        (
-            ValueError,
-            "row 1: lengths is 15, and 2 more tokens must lie within the capacity 16",
-            {"lengths": int32(3, 15)},
-        ),
+        (ValueError, "row 1: lengths is 15, and 2 more tokens must lie within the capacity 16", {"lengths": int32(3, 15)}),
         (ValueError, "row 0: position 4 is not in cos and sin, which have 4", dict.fromkeys(("cos", "sin"), TABLE[:4])),
         (ValueError, "out must have shape", {"out": torch.zeros(1, HEADS, Q, SIZE)}),
     ],
-}
+}  # fmt: skip
 """What each operation refuses: the error, its message, and the arguments in place of those that fit."""
 
 
@@ -382,16 +357,7 @@ def test_what_does_not_fit_is_named_and_writes_nothing(name: str, error: Any, me
                 assert not isinstance(got, torch.Tensor) or torch.equal(got, expected), key
 
 
-GRADIENTS = (
-    "kv_append",
-    "verify_attention",
-    "rope_append",
-    "add_rms_norm",
-    "silu_mul",
-    "linear_small",
-    "experts_small",
-    "qkv_append",
-)
+GRADIENTS = ("kv_append", "verify_attention", "rope_append", "add_rms_norm", "silu_mul", "linear_small", "experts_small", "qkv_append")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

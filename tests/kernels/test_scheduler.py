@@ -1,7 +1,5 @@
 """The scheduler from Python: the text is that of plain decoding. After a failure or Ctrl-C no step runs and no thread remains."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

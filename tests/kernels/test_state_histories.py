@@ -1,7 +1,5 @@
 """Random histories of plan and commit: the native port against the model in lists, and a GPU's block against the host's."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Iterator
@@ -19,12 +17,8 @@ from pipespec_kernels.state import Action, SharedMemory, StateBlock
 from . import protocol_model as model
 
 ACTIONS = {
-    model.IDLE: Action.IDLE,
-    model.STEP: Action.STEP,
-    model.CATCH_UP: Action.CATCH_UP,
-    model.WAIT: Action.WAIT,
-    model.FINISHED: Action.FINISHED,
-}
+    model.IDLE: Action.IDLE, model.STEP: Action.STEP, model.CATCH_UP: Action.CATCH_UP, model.WAIT: Action.WAIT, model.FINISHED: Action.FINISHED,
+}  # fmt: skip
 
 
 @dataclass

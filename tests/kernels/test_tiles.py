@@ -1,7 +1,5 @@
 """Matrices in tiles have the weights of their blocks, to the bit: whatever their shape, and with scales at the ends of what float16 holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How many variants of a kernel the batches and widths of a product compile. Each takes about a second of the first call."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import defaultdict

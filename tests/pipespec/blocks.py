@@ -1,7 +1,5 @@
 """Block drafters for the tests: random ones in the published formats, and a reference in plain torch that shares no code with the package."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models on disk without weights, models that claim to be on a GPU, and models with packed weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """GGUF files that tests write with the package gguf, as llama.cpp's conversion does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,40 +14,16 @@ from pipespec_kernels.formats import FORMATS, quantize
 gguf = pytest.importorskip("gguf")
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.2,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
-}
+}  # fmt: skip
 NAMES = {
-    "gemma3_text": "gemma3",
-    "gemma4_text": "gemma4",
-    "cohere": "command-r",
-    "glm4_moe": "glm4moe",
-    "lfm2_moe": "lfm2moe",
-    "mixtral": "llama",
-    "gpt_oss": "gpt-oss",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "hunyuan_v1_dense": "hunyuan-dense",
-    "ministral3": "mistral3",
-    "mistral": "mistral3",
-    "olmo3": "olmo2",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "qwen3_next": "qwen3next",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-}
+    "gemma3_text": "gemma3", "gemma4_text": "gemma4", "cohere": "command-r", "glm4_moe": "glm4moe", "lfm2_moe": "lfm2moe", "mixtral": "llama",
+    "gpt_oss": "gpt-oss", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "hunyuan_v1_dense": "hunyuan-dense", "ministral3": "mistral3",
+    "mistral": "mistral3", "olmo3": "olmo2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
+}  # fmt: skip
 """Architectures that are called otherwise in files."""
 
 _IN_PAIRS = ("llama", "arcee", "granite", "granitemoe", "mistral3", "smollm3")
@@ -249,20 +223,11 @@ def _write_tokenizer(writer: Any, texts: list[str], merges: Sequence[str], pre: 
 
 
 _RECURRENT = {
-    "in_proj_qkv.weight": "attn_qkv.weight",
-    "in_proj_z.weight": "attn_gate.weight",
-    "in_proj_a.weight": "ssm_alpha.weight",
-    "in_proj_b.weight": "ssm_beta.weight",
-    "in_proj_ba.weight": "ssm_ba.weight",
-    "conv1d.weight": "ssm_conv1d.weight",
-    "linear_attn.norm.weight": "ssm_norm.weight",
-    "out_proj.weight": "ssm_out.weight",
-    "A_log": "ssm_a",
-    "dt_bias": "ssm_dt.bias",
-    "e_score_correction_bias": "exp_probs_b.bias",
-    "expert_bias": "exp_probs_b.bias",
-    "conv.conv.weight": "shortconv.conv.weight",
-}
+    "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
+    "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight",
+    "linear_attn.norm.weight": "ssm_norm.weight", "out_proj.weight": "ssm_out.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias",
+    "e_score_correction_bias": "exp_probs_b.bias", "expert_bias": "exp_probs_b.bias", "conv.conv.weight": "shortconv.conv.weight",
+}  # fmt: skip
 """Weights whose names, shapes or order differ in files, by the ends of their names."""
 
 

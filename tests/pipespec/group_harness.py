@@ -5,8 +5,6 @@ sharded here as transformers shards it: by rows for the projections into the hea
 added over the group. So it needs neither accelerate nor a plan. With folders of models instead of sizes it runs :func:`loaded` in a group of two.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Sequence

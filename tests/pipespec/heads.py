@@ -1,7 +1,5 @@
 """Draft heads for the tests: random ones in both formats, and a reference in plain torch that shares no code with the package."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -109,12 +107,7 @@ def write_speculators(folder: Path, weights: dict[str, torch.Tensor], **more: An
     """Write a head in the format of the package ``speculators``. ``verifier``: the target's folder."""
     verifier = {"name_or_path": str(more.pop("verifier", "target")), "architectures": ["LlamaForCausalLM"]}
     methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
-    described = {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": methods,
-        "verifier": verifier,
-    }
+    described = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": methods, "verifier": verifier}  # fmt: skip
     record = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",

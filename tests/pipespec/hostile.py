@@ -1,7 +1,5 @@
 """Changes that programs make to a model, its calls and its process, for a test that draws some of them at random."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle
@@ -523,9 +521,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "forward of an MLP, wrapped by accelerate": wrapped_by_accelerate,
     "forward of an MLP, hooked by accelerate": hooked_by_accelerate,
     "apply_rotary_pos_emb": patch(_source, "apply_rotary_pos_emb", _smaller),
-    "apply_rotary_pos_emb, a mock": patch(
-        _source, "apply_rotary_pos_emb", lambda before: mock.Mock(side_effect=_smaller(before))
-    ),
+    "apply_rotary_pos_emb, a mock": patch(_source, "apply_rotary_pos_emb", lambda before: mock.Mock(side_effect=_smaller(before))),
     "rotate_half": patch(_source, "rotate_half", _in_steps(1.2, 2)),
     "F.silu": patch(lambda m: F, "silu", _in_steps(1.1, -2)),
     "F.linear": patch(lambda m: F, "linear", _in_steps(1.1, -2)),
@@ -537,9 +533,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "class of new caches": patch(lambda m: generation_utils, "DynamicCache", lambda before: Rounded),
     "class of caches, update()": patch(lambda m: DynamicCache, "update", _with_coarse(values=False)),
     "get_interface() of the registry": patch(
-        lambda m: AttentionInterface,
-        "get_interface",
-        lambda before: lambda self, name, default: _louder(before(self, name, default)),
+        lambda m: AttentionInterface, "get_interface", lambda before: lambda self, name, default: _louder(before(self, name, default)),
     ),
     "another registry": patch(_source, "ALL_ATTENTION_FUNCTIONS", lambda before: Registry()),
     "another registry of transformers' class": patch(_source, "ALL_ATTENTION_FUNCTIONS", _registry_of_its_own),
@@ -547,12 +541,11 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "another torch": patch(_source, "torch", _other_torch),
     "torch.argmax": patch(lambda m: torch, "argmax", lambda before: lambda *a, **kw: (before(*a, **kw) + 1) % 90),
     "class of a processor": patch(
-        lambda m: logits_process.SuppressTokensLogitsProcessor,
-        "__call__",
+        lambda m: logits_process.SuppressTokensLogitsProcessor, "__call__",
         lambda before: lambda self, ids, scores: before(self, ids, scores) - 0.5 * scores.mean(0, keepdim=True),
     ),
     "class of processors, function": patch(
-        lambda m: logits_process, "_get_ngrams", lambda before: lambda size, ids, rows: before(size, ids[:1], rows)
+        lambda m: logits_process, "_get_ngrams", lambda before: lambda size, ids, rows: before(size, ids[:1], rows),
     ),
     "property of a class": property_of_a_class,
     "hook, last column": hook("model.layers.0", _last),
@@ -573,9 +566,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "frequencies by numpy": frequencies_by_numpy,
     "scaling of all layers": number,
     "scaling of one layer": to("model.layers.1.self_attn.scaling", lambda scaling: scaling * 1.5),
-    "epsilon of a norm": lambda m: setattr(
-        _layers(m)[0].post_attention_layernorm, _epsilon_of(_layers(m)[0].post_attention_layernorm), 0.5
-    ),
+    "epsilon of a norm": lambda m: setattr(_layers(m)[0].post_attention_layernorm, _epsilon_of(_layers(m)[0].post_attention_layernorm), 0.5),
     "tied head": lambda m: setattr(m.lm_head, "weight", m.get_input_embeddings().weight),
     "a step of training": optimizer_step,
     "training mode": stays_in_training,
@@ -627,7 +618,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Undo | None]] = {
     "cache of a type of layers": cache_by_type,
     "repetition penalty": to("generation_config.repetition_penalty", lambda _: 1.4),
     "ends": to("generation_config.eos_token_id", lambda _: [5, 9, 17, 33, 41]),
-}
+}  # fmt: skip
 """Changes of a model, of its classes or of the process. Some return what undoes them."""
 
 
@@ -713,11 +704,7 @@ class _Scaling(torch.overrides.TorchFunctionMode):
         return out * 1.05 if func is F.linear else out
 
 
-AROUND: dict[str, Callable[[], Any]] = {
-    "nothing": nullcontext,
-    "inference mode": torch.inference_mode,
-    "function mode": _Scaling,
-}
+AROUND: dict[str, Callable[[], Any]] = {"nothing": nullcontext, "inference mode": torch.inference_mode, "function mode": _Scaling}  # fmt: skip
 """What a call runs in."""
 
 

@@ -1,7 +1,5 @@
 """Ranks of schedule ``ranks`` as forks of one process: ``python -m tests.pipespec.ranks_program DRAFT DRAFT TARGET``. One line of JSON per part."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Rejection sampling in a pipeline: the target's distribution of texts, more accepted draft tokens, and errors by name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -96,11 +94,7 @@ class NoRepeats(grammars.Classes):
         return False
 
 
-GIVEN = {
-    "plain": {},
-    "penalties": PENALTIES,
-    "grammar": {"grammar": lambda rows: [NoRepeats(99, IDS) for _ in range(rows)]},
-}
+GIVEN = {"plain": {}, "penalties": PENALTIES, "grammar": {"grammar": lambda rows: [NoRepeats(99, IDS) for _ in range(rows)]}}  # fmt: skip
 
 
 @pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)

@@ -1,7 +1,5 @@
 """Models with adapters, as the package peft makes them. The classes here have its attributes; peft itself is not needed."""
 
-from __future__ import annotations
-
 import types
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What drafts promise whose process is another one, over both connections: a child process (``workers``), and another rank (``ranks``)."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import contextmanager
 

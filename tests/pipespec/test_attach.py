@@ -1,7 +1,5 @@
 """attach(): existing programs run unchanged on an attached model, and detach() restores the model."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Block drafters: the published formats, what a block drafts, and that the text stays the target's."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

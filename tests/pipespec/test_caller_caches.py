@@ -1,7 +1,5 @@
 """Caches of callers: what a call returns is transformers' cache, and any state that transformers accepts goes on as it would there."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -1,7 +1,5 @@
 """A chain is a list of stages: a kind of draft is one file and one row, and anything that proposes tokens is a draft."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

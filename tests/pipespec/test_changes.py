@@ -1,7 +1,5 @@
 """What a call reads beside the code: the configuration, the attention's name, the values of weights, the sizes of layers. The text is transformers'."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Messages over a socket: their sizes, descriptors, and ends that close."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """``pipespec chat``, and ``pipespec generate --json-lines``."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -82,13 +80,7 @@ def test_a_model_without_a_template(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_lines(target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [
-        "def mean(values):",
-        json.dumps({"prompt": "def mean(values):", "id": 7}),
-        "",
-        '"def mean(values):"',
-        "[1, 2]",
-    ]
+    lines = ["def mean(values):", json.dumps({"prompt": "def mean(values):", "id": 7}), "", '"def mean(values):"', "[1, 2]"]  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     options = ["--target", str(target), "--dtype", "float32", "--max-new-tokens", "6", "--json-lines", "--report"]
     assert main(["generate", *options]) == 0

@@ -1,7 +1,5 @@
 """The command line, the demo, and the benchmark of stages."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

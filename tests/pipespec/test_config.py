@@ -1,7 +1,5 @@
 """SpeculationConfig and the default schedule: a documented rule that measures nothing."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path
@@ -155,11 +153,7 @@ def test_numbers_of_a_stage():
 
 
 VALUES = {"graphs": True, "acceptance": "rejection"}
-KINDS = {
-    "n-gram draft": NgramDraft(),
-    "draft head": HeadDraft("folder"),
-    "draft with another tokenizer": TranslatedDraft(target=None, own=None),
-}
+KINDS = {"n-gram draft": NgramDraft(), "draft head": HeadDraft("folder"), "draft with another tokenizer": TranslatedDraft(target=None, own=None)}  # fmt: skip
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -4,8 +4,6 @@ Greedy; other files test the arguments of sampling. An argument of a newer trans
 classified fails here.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import Counter
@@ -300,7 +298,7 @@ SAMPLED = {
 
 # See test_sampling.py.
 DRAWN = {"do_sample", "seed", "num_return_sequences"}
-OWN = {"presence_penalty", "frequency_penalty", "logit_bias"}  # not of transformers, see test_penalties.py
+OWN = {"presence_penalty", "frequency_penalty", "logit_bias"}  # not of transformers, see test_processors.py
 OWN |= {"grammar", "logprobs"}  # see test_grammar.py and test_logprobs.py
 
 NO_EFFECT = {

@@ -1,7 +1,5 @@
 """The controller: it takes the best draft and number of tokens, loses little where none pays, and never changes a text."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

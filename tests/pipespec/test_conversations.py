@@ -1,7 +1,5 @@
 """Random conversations: a pipeline that has kept earlier texts says what one says that has just been made, whatever happens between two calls."""
 
-from __future__ import annotations
-
 import os
 import random
 import warnings
@@ -92,15 +90,7 @@ KINDS = {
 }  # fmt: skip
 
 
-IN_CHUNKS = (
-    "adapters",
-    "own modules",
-    "own modules, bfloat16",
-    "windows, own modules",
-    "shared keys, own modules",
-    "captured",
-    "streams",
-)
+IN_CHUNKS = ("adapters", "own modules", "own modules, bfloat16", "windows, own modules", "shared keys, own modules", "captured", "streams")  # fmt: skip
 """Kinds whose prefixes end at chunks, in batches of as many rows: few short conversations may have none."""
 
 

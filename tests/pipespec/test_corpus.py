@@ -1,7 +1,5 @@
 """The corpus of answers: it joins the n-gram index where a tokenizer lies beside the weights, and its ids are kept."""
 
-from __future__ import annotations
-
 import gzip
 import shutil
 

@@ -1,7 +1,5 @@
 """Shared memory that is overwritten: by drafts, which can write only their own part of it, and by anything else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

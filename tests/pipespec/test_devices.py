@@ -1,7 +1,5 @@
 """Which device each stage gets. GPUs are invented facts."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Thoughts and tool calls in the text of an answer, in any pieces."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Documents show the tables of the code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pipespec import registry

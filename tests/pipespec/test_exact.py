@@ -1,7 +1,5 @@
 """``exact=True``: texts in bfloat16 depend on target, prompt and seed alone, and other calls are refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Families of models: windows, soft caps, sinks, experts, latent attention. Every text is that of ``generate()``; what is refused is refused by name."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

@@ -1,7 +1,5 @@
 """Faults of the machine: a clock that jumps, disks that are full, memory that is limited."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

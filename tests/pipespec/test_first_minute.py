@@ -3,8 +3,6 @@
 ``bench.gpu_check`` runs this file before everything else. On a CPU the schedules run uncaptured.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parent and children use a pipeline that was made before a fork, at the same time."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -195,14 +193,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-THREADED = [
-    ("lockstep", False),
-    ("lockstep", True),
-    ("workers", False),
-    ("spd", True),
-    ("workers", True),
-    ("spd", False),
-]
+THREADED = [("lockstep", False), ("lockstep", True), ("workers", False), ("spd", True), ("workers", True), ("spd", False)]  # fmt: skip
 
 
 @pytest.mark.parametrize(("schedule", "inside"), THREADED[: trials(ci=4, nightly=6)])

@@ -1,7 +1,5 @@
 """The fused form of a forward over a static cache: which models take it, and that its logits and texts are those of the model's modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

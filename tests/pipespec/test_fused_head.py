@@ -1,7 +1,5 @@
 """The fused form of a draft head: what it is compared with, and what is found. Captured rounds with it: ``test_heads.py`` and ``test_graph_emulator.py``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """``Pipeline.generate`` keeps the contract of ``target.generate(do_sample=False)``: arguments in, LongTensor out."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -206,16 +206,8 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
-SCALING = {
-    "gemma3.rope.scaling.type": "linear",
-    "gemma3.rope.scaling.factor": 8.0,
-    "gemma3.attention.sliding_window": 32,
-}
-CAPS = {
-    "gemma2.attn_logit_softcapping": 50.0,
-    "gemma2.final_logit_softcapping": 30.0,
-    "gemma2.attention.sliding_window": 32,
-}
+SCALING = {"gemma3.rope.scaling.type": "linear", "gemma3.rope.scaling.factor": 8.0, "gemma3.attention.sliding_window": 32}  # fmt: skip
+CAPS = {"gemma2.attn_logit_softcapping": 50.0, "gemma2.final_logit_softcapping": 30.0, "gemma2.attention.sliding_window": 32}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -596,13 +588,9 @@ def test_tokenizers_of_files_and_folders_are_compared(tmp_path):
     [
         ("mamba", None, r"m\.gguf: .* lack .*get the complete weights"),
         ("gemma3n", None, r"m\.gguf is of the architecture 'gemma3n', which transformers \S+ does not read"),
-        (
-            "bloom",
-            8,
-            r"m\.gguf is of the architecture 'bloom', .*: its tensors have other shapes than its config",
-        ),
+        ("bloom", 8, r"m\.gguf is of the architecture 'bloom', .*: its tensors have other shapes than its config"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*transformers dequantises")
 def test_files_that_transformers_does_not_read_are_named(tmp_path, architecture, columns, message):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", architecture)

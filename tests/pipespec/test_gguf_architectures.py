@@ -33,99 +33,43 @@ PARTIAL: dict[str, Any] = {
 }
 WINDOWS: dict[str, Any] = {"num_hidden_layers": 5, "sliding_window": 32}
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 OLMO_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "attention_factor": 1.2079441541679836,
-}
-GPT_OSS_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "truncate": False,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.2079441541679836,
+}  # fmt: skip
+GPT_OSS_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 COUNTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 DELTA = PARTIAL | {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
-}
+}  # fmt: skip
 OF_DELTA = {
-    "ssm.conv_kernel": 4,
-    "ssm.state_size": 16,
-    "ssm.group_count": 2,
-    "ssm.time_step_rank": 6,
-    "ssm.inner_size": 192,
-    "full_attention_interval": 4,
-}
+    "ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 6, "ssm.inner_size": 192, "full_attention_interval": 4,
+}  # fmt: skip
 ROUTED = {
-    "num_hidden_layers": 3,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 2.5,
-}
+    "num_hidden_layers": 3, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
+}  # fmt: skip
 OF_ROUTED = {
-    "expert_count": 8,
-    "expert_used_count": 3,
-    "expert_shared_count": 2,
-    "expert_feed_forward_length": 32,
-    "leading_dense_block_count": 1,
+    "expert_count": 8, "expert_used_count": 3, "expert_shared_count": 2, "expert_feed_forward_length": 32, "leading_dense_block_count": 1,
     "expert_weights_scale": 2.5,
-}
+}  # fmt: skip
 LATENTS = ROUTED | {
-    "head_dim": 8,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 16,
-    "num_key_value_heads": 4,
-}
-OF_LATENTS = OF_ROUTED | {
-    "attention.kv_lora_rank": 32,
-    "attention.key_length": 40,
-    "attention.value_length": 16,
-    "rope.dimension_count": 8,
-}
+    "head_dim": 8, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 32, "v_head_dim": 16, "num_key_value_heads": 4,
+}  # fmt: skip
+OF_LATENTS = OF_ROUTED | {"attention.kv_lora_rank": 32, "attention.key_length": 40, "attention.value_length": 16, "rope.dimension_count": 8}  # fmt: skip
 OF_SPLIT_LATENTS = {
-    "attention.q_lora_rank": 32,
-    "attention.head_count_kv": 1,
-    "attention.key_length": 40,
-    "attention.value_length": 32,
-    "attention.key_length_mla": 40,
-    "attention.value_length_mla": 16,
-}
+    "attention.q_lora_rank": 32, "attention.head_count_kv": 1, "attention.key_length": 40, "attention.value_length": 32,
+    "attention.key_length_mla": 40, "attention.value_length_mla": 16,
+}  # fmt: skip
 LATENT_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale": 0.707, "mscale_all_dim": 0.707,
+}  # fmt: skip
 OF_LATENT_YARN = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
@@ -165,71 +109,43 @@ CASES = {
     "llama with biases": ({"mlp_bias": True, "attention_bias": True}, {}),
     "mixtral": ({"num_local_experts": 4}, {"expert_count": 4, "expert_used_count": 2}),
     "qwen2": ({}, {}),
-    "qwen2_moe": (
-        EXPERTS | {"shared_expert_intermediate_size": 64},
-        COUNTS | {"expert_shared_feed_forward_length": 64},
-    ),
+    "qwen2_moe": (EXPERTS | {"shared_expert_intermediate_size": 64}, COUNTS | {"expert_shared_feed_forward_length": 64}),
     "qwen3_moe": (EXPERTS | {"norm_topk_prob": True}, COUNTS),
     "qwen3": ({}, {}),
-    "qwen3_next": (
-        DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
-        OF_DELTA | COUNTS | {"expert_shared_feed_forward_length": 64},
-    ),
+    "qwen3_next": (DELTA | EXPERTS | {"shared_expert_intermediate_size": 64}, OF_DELTA | COUNTS | {"expert_shared_feed_forward_length": 64}),
     "qwen3_5_text": (DELTA, OF_DELTA | SECTIONS | {"attention.recurrent_layers": [True, True, True, False]}),
-    "qwen3_5_text with a head of values each": (
-        DELTA | {"linear_num_key_heads": 6},
-        OF_DELTA | SECTIONS | {"ssm.group_count": 6},
-    ),
+    "qwen3_5_text with a head of values each": (DELTA | {"linear_num_key_heads": 6}, OF_DELTA | SECTIONS | {"ssm.group_count": 6}),
     "qwen3_5_moe_text": (
         DELTA | EXPERTS | {"shared_expert_intermediate_size": 64},
         OF_DELTA | SECTIONS | COUNTS | {"expert_shared_feed_forward_length": 64},
     ),
     "deepseek_v2": (LATENTS | {"q_lora_rank": None, "topk_method": "greedy"}, OF_LATENTS),
     "deepseek_v2 with groups and yarn": (
-        LATENTS
-        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_YARN},
-        OF_LATENTS
-        | OF_LATENT_YARN
-        | {"attention.q_lora_rank": 32, "expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 1},
+        LATENTS | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "rope_parameters": LATENT_YARN},
+        OF_LATENTS | OF_LATENT_YARN | {"attention.q_lora_rank": 32, "expert_group_count": 4, "expert_group_used_count": 2, "expert_gating_func": 1},
     ),
     "deepseek_v3": (
         LATENTS | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "rope_parameters": LATENT_YARN},
-        OF_LATENTS
-        | OF_LATENT_YARN
-        | OF_SPLIT_LATENTS
-        | {"expert_group_count": 2, "expert_group_used_count": 1, "expert_gating_func": 2, "expert_weights_norm": True},
+        OF_LATENTS | OF_LATENT_YARN | OF_SPLIT_LATENTS | {
+            "expert_group_count": 2, "expert_group_used_count": 1, "expert_gating_func": 2, "expert_weights_norm": True,
+        },
     ),
     "deepseek_v3 of an older conversion": (
         LATENTS | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False},
         OF_LATENTS | {"attention.q_lora_rank": 32, "expert_gating_func": 2},
     ),
-    "dots1": (
-        ROUTED | {"norm_topk_prob": True, "sliding_window": None},
-        OF_ROUTED | {"expert_weights_norm": True, "expert_gating_func": 2},
-    ),
+    "dots1": (ROUTED | {"norm_topk_prob": True, "sliding_window": None}, OF_ROUTED | {"expert_weights_norm": True, "expert_gating_func": 2}),
     "lfm2": (
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "norm_eps": 1e-5,
-        },
+        {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-5},
         {"shortconv.l_cache": 3, "vocab_size": 96},
     ),
     "lfm2_moe": (
-        EXPERTS
-        | {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
-            "num_dense_layers": 1,
-            "norm_eps": 1e-5,
-        },
+        EXPERTS | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1, "norm_eps": 1e-5},
         COUNTS | {"shortconv.l_cache": 3, "vocab_size": 96, "leading_dense_block_count": 1, "expert_gating_func": 2},
     ),
     "minicpm3": (
         {key: value for key, value in LATENTS.items() if key not in ROUTED} | {"tie_word_embeddings": True},
-        {key: value for key, value in OF_LATENTS.items() if key not in OF_ROUTED and key != "attention.value_length"}
-        | {"attention.q_lora_rank": 32},
+        {key: value for key, value in OF_LATENTS.items() if key not in OF_ROUTED and key != "attention.value_length"} | {"attention.q_lora_rank": 32},
     ),
     "phi3": (PARTIAL, {}),
     "gemma": ({"tie_word_embeddings": True}, {}),
@@ -237,18 +153,10 @@ CASES = {
         WINDOWS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
         {"attention.sliding_window": 32, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    "gemma3_text": (
-        WINDOWS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
-        {"attention.sliding_window": 32},
-    ),
+    "gemma3_text": (WINDOWS | {"tie_word_embeddings": True, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}, {"attention.sliding_window": 32}),
     "gemma4_text": (
         SHARED,
-        OF_BOTH_KINDS
-        | {
-            "attention.shared_kv_layers": 3,
-            "embedding_length_per_layer_input": 32,
-            "feed_forward_length": [96, 96, 96, 192, 192, 192],
-        },
+        OF_BOTH_KINDS | {"attention.shared_kv_layers": 3, "embedding_length_per_layer_input": 32, "feed_forward_length": [96, 96, 96, 192, 192, 192]},
     ),
     "gemma4_text with keys for values": (
         OF_TWO_KINDS | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0},
@@ -257,14 +165,8 @@ CASES = {
     "arcee": ({}, {}),
     "arcee with biases": ({"mlp_bias": True, "attention_bias": True}, {}),
     "cohere": ({"tie_word_embeddings": True, "logit_scale": 0.3}, {"logit_scale": 0.3}),
-    "cohere with norms": (
-        {"tie_word_embeddings": True, "logit_scale": 0.3, "use_qk_norm": True},
-        {"logit_scale": 0.3},
-    ),
-    "cohere2": (
-        WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.3},
-        {"logit_scale": 0.3, "attention.sliding_window": 32},
-    ),
+    "cohere with norms": ({"tie_word_embeddings": True, "logit_scale": 0.3, "use_qk_norm": True}, {"logit_scale": 0.3}),
+    "cohere2": (WINDOWS | {"tie_word_embeddings": True, "logit_scale": 0.3}, {"logit_scale": 0.3, "attention.sliding_window": 32}),
     "ernie4_5": ({}, {}),
     "ernie4_5 with biases": ({"use_bias": True}, {}),
     "exaone4": ({"sliding_window": None, "layer_types": ["full_attention"] * 2}, {}),
@@ -275,26 +177,16 @@ CASES = {
     "glm4": (PARTIAL, {}),
     "glm4 with biases": (PARTIAL | {"attention_bias": True}, {}),
     "glm4_moe": (
-        PARTIAL
-        | ROUTED
-        | {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        PARTIAL | ROUTED | {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
         OF_ROUTED | {"expert_weights_norm": True, "expert_gating_func": 2},
     ),
     "granite": (SCALES, OF_SCALES),
-    "granitemoe": (
-        SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2},
-        OF_SCALES | {"expert_count": 4, "expert_used_count": 2},
-    ),
+    "granitemoe": (SCALES | {"num_local_experts": 4, "num_experts_per_tok": 2}, OF_SCALES | {"expert_count": 4, "expert_used_count": 2}),
     "gpt_oss": (
         {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "rope_parameters": GPT_OSS_YARN},
         {
-            "expert_count": 4,
-            "expert_used_count": 2,
-            "expert_feed_forward_length": 96,
-            "attention.sliding_window": 32,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 8.0,
-            "rope.scaling.original_context_length": 32,
+            "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "attention.sliding_window": 32, "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 32,
         },
     ),
     "hunyuan_v1_dense": ({}, {}),
@@ -302,13 +194,8 @@ CASES = {
     "ministral3": (
         {"rope_parameters": YARN},
         {
-            "attention.temperature_scale": 0.1,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 4.0,
-            "rope.scaling.original_context_length": 32,
-            "rope.scaling.yarn_beta_fast": 32.0,
-            "rope.scaling.yarn_beta_slow": 1.0,
-            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32,
+            "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.yarn_log_multiplier": 1.0,
         },
     ),
     "nemotron": (PARTIAL, {}),
@@ -325,25 +212,18 @@ CASES = {
         },
     ),
     "olmo3 with yarn of a newer conversion": (
-        WINDOWS
-        | {"rope_parameters": {"full_attention": OLMO_YARN | {"attention_factor": 1.3}, "sliding_attention": DEFAULT}},
+        WINDOWS | {"rope_parameters": {"full_attention": OLMO_YARN | {"attention_factor": 1.3}, "sliding_attention": DEFAULT}},
         {
-            "attention.sliding_window": 32,
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": 8.0,
-            "rope.scaling.yarn_attn_factor": 1.3,
+            "attention.sliding_window": 32, "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.yarn_attn_factor": 1.3,
             "rope.scaling.original_context_length": 32,
         },
     ),
     "seed_oss": ({}, {}),
     "smollm3": ({"num_hidden_layers": 5}, {}),
     "stablelm": (PARTIAL, {"use_parallel_residual": False}),
-    "stablelm in parallel": (
-        PARTIAL | {"use_parallel_residual": True, "use_qkv_bias": True},
-        {"use_parallel_residual": True},
-    ),
+    "stablelm in parallel": (PARTIAL | {"use_parallel_residual": True, "use_qkv_bias": True}, {"use_parallel_residual": True}),
     "starcoder2": ({}, {}),
-}
+}  # fmt: skip
 """Of a model of a type: how its configuration differs, and what its file says of that."""
 
 OF_OLDER_VERSIONS = {

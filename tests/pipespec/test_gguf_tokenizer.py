@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: how a text is split, which tokens are special, and which of them end a turn."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -134,12 +132,7 @@ def test_a_text_begins_with_bos_where_the_file_or_its_kind_says_so(tmp_path, key
 
 def test_special_tokens_are_known_by_their_type(tmp_path):
     """Also where their characters stand for no bytes, as DeepSeek's. A text like a special token that is not there is text."""
-    tokens = [
-        *BYTES,
-        ("<\uff5cUser\uff5c>", CONTROL),
-        ("<\uff5cend\u2581of\u2581sentence\uff5c>", CONTROL),
-        ("<think>", USER),
-    ]
+    tokens = [*BYTES, ("<\uff5cUser\uff5c>", CONTROL), ("<\uff5cend\u2581of\u2581sentence\uff5c>", CONTROL), ("<think>", USER)]  # fmt: skip
     path = write(tmp_path / "m.gguf", tokens, pre="deepseek-v3", bos_token_id=258, eos_token_id=258)
     tokenizer = load_tokenizer(path)
     ids = tokenizer(

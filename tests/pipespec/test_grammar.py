@@ -1,7 +1,5 @@
 """Grammars: rows with and without one, and what matchers may do wrong. Texts: ``tests/same_text``; rules of acceptance: ``test_acceptance.py``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import warnings

@@ -1,7 +1,5 @@
 """The captured path in an emulator of CUDA graphs (:mod:`tests.support.graph_emulator`): the same texts, and no fault. Planted faults are caught."""
 
-from __future__ import annotations
-
 import copy
 import re
 import sys

@@ -4,8 +4,6 @@ The tests check what is captured when and in which order, what a capture leaves 
 and outside of a graph needs a GPU: see the tests marked ``gpu`` in ``test_streams.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -61,11 +61,7 @@ class Matrix:
         }
 
     def compressed(self, symmetric):
-        found = {
-            "weight_packed": words(self.numbers, self.bits),
-            "weight_scale": self.scales,
-            "weight_shape": torch.tensor(self.numbers.shape),
-        }
+        found = {"weight_packed": words(self.numbers, self.bits), "weight_scale": self.scales, "weight_shape": torch.tensor(self.numbers.shape)}  # fmt: skip
         if not symmetric:
             found["weight_zero_point"] = words(self.zeros.T, self.bits).T.contiguous()
         return found
@@ -136,10 +132,7 @@ FLOATS_8 = {
     "fp8, blocks": (FP8, lambda m: m.floats_of_8_bits("weight_scale_inv", (128, 128))),
     "fp8, matrices": (FP8 | {"weight_block_size": None}, lambda m: m.floats_of_8_bits("weight_scale_inv", None)),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, lambda m: m.floats_of_8_bits("weight_scale", (1, 0))),
-    "compressed-tensors, rows": (
-        compressed("float-quantized", 8),
-        lambda m: m.floats_of_8_bits("weight_scale", (1, 0)),
-    ),
+    "compressed-tensors, rows": (compressed("float-quantized", 8), lambda m: m.floats_of_8_bits("weight_scale", (1, 0))),
     "compressed-tensors, blocks": (
         compressed("float-quantized", 8, block_structure=[64, 128]),
         lambda m: m.floats_of_8_bits("weight_scale", (64, 128)),
@@ -148,11 +141,8 @@ FLOATS_8 = {
         compressed("float-quantized", 8, block_structure=[32, 32]),
         lambda m: m.floats_of_8_bits("weight_scale", (32, 32)),
     ),
-    "modelopt, floats of 8 bits": (
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        lambda m: m.floats_of_8_bits("weight_scale", None),
-    ),
-}
+    "modelopt, floats of 8 bits": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda m: m.floats_of_8_bits("weight_scale", None)),
+}  # fmt: skip
 KINDS = {
     "gptq": (GPTQ, Matrix.gptq, {}, "q4_0"),
     "gptq, whole rows": (GPTQ, Matrix.gptq, {"group": 256}, "q4_0"),
@@ -162,16 +152,11 @@ KINDS = {
     "awq": (AWQ, Matrix.awq, ODD | {"group": 128}, "q5_0"),
     "compressed-tensors": (compressed(), lambda m: m.compressed(True), BF16, "q4_0"),
     "compressed-tensors, zero points": (compressed(), lambda m: m.compressed(False), ODD | BF16, "q5_0"),
-    "compressed-tensors, 8 bits": (
-        compressed("int-quantized", 8),
-        Matrix.int8,
-        BF16 | {"bits": 8, "group": 256},
-        "q8_0",
-    ),
+    "compressed-tensors, 8 bits": (compressed("int-quantized", 8), Matrix.int8, BF16 | {"bits": 8, "group": 256}, "q8_0"),
     "compressed-tensors, nvfp4": (compressed("nvfp4-pack-quantized"), lambda m: m.floats("nvfp4"), {}, "nvfp4"),
     "compressed-tensors, mxfp4": (compressed("mxfp4-pack-quantized"), lambda m: m.floats("mxfp4"), {}, "mxfp4"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, lambda m: m.floats("modelopt"), {}, "nvfp4"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,5 @@
 """Draft heads: both formats of files, what a head drafts, and that the text stays the target's."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -255,13 +253,9 @@ def refused(head: DraftHead) -> None:
 
 @pytest.mark.parametrize(
     ("form", "options"),
-    [
-        ("original", {"graphs": False}),
-        ("speculators", {"graphs": False, "native": False}),
-        pytest.param("original", {"graphs": True}, marks=ON_CPU),
-    ],
+    [("original", {"graphs": False}), ("speculators", {"graphs": False, "native": False}), pytest.param("original", {"graphs": True}, marks=ON_CPU)],
     ids=["native", "torch", "captured"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_drafts_are_the_reference_s(shape, form, options, target, tmp_path, monkeypatch) -> None:
     path, weights = write(tmp_path, form, shape)

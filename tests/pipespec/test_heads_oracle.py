@@ -1,7 +1,5 @@
 """Draft heads against the reference implementation: the package ``speculators``, where it is installed. ``pip install speculators datasets openai``"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models, calls and processes that other code has changed: an attached model says what the same model says without a pipeline, and never fails where that works."""
 
-from __future__ import annotations
-
 import os
 import random
 import warnings

@@ -1,7 +1,5 @@
 """Inputs next to the prompt and outputs next to the text: caches, configurations, outputs, custom_generate."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,7 +1,5 @@
 """What other people's code changes: a pipeline's own forms give way, an attached model says what the bare one says, and never fails where that works."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -16,18 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ["pipespec_train", "pipespec_spd", "pipespec", "pipespec_kernels"]
 """Highest first. A package imports from lower ones only; from `bench`, `tools` and `tests` none does."""
 
-LAYERS = [
-    ["cli"],
-    ["demo"],
-    ["api"],
-    ["schedules"],
-    ["checks"],
-    ["engine"],
-    ["models"],
-    ["process"],
-    ["config"],
-    ["registry", "errors"],
-]
+LAYERS = [["cli"], ["demo"], ["api"], ["schedules"], ["checks"], ["engine"], ["models"], ["process"], ["config"], ["registry", "errors"]]  # fmt: skip
 """Highest first. An entry imports from lower layers only."""
 
 

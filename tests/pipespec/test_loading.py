@@ -1,7 +1,5 @@
 """Errors and devices of loading."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from unittest.mock import Mock

@@ -3,8 +3,6 @@
 What local and remote drafts promise alike is in ``test_asynchronous.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

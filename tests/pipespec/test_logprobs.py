@@ -1,7 +1,5 @@
 """What a call records next to its text: which fields there are, room at fixed addresses, wrong values. Numbers: ``tests/same_text``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode

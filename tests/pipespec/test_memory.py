@@ -1,7 +1,5 @@
 """The memory of a call: its caches are counted to the byte, and refused before they are allocated."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """Merged weights: what is done to the parameters of a model, and everything that must go on to work with them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """Experts, gated delta nets and gated attention in the native decoder: what transformers' modules compute, with the same bits at every width."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

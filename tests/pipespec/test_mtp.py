@@ -1,7 +1,5 @@
 """MTP layers inside checkpoints: the published names, what a layer drafts, and that the text stays the target's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MTP layers inside GGUF files: the weights that were written, in blocks where the file has them so, and the target's text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,7 @@ pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a draft has 
 TEXT = torch.arange(40)[None] % 17 + 5
 OWN = {"enorm": "enorm", "hnorm": "hnorm", "norm": "shared_head_norm", "eh_proj": "eh_proj"}
 OF_NETS: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"] * 2}
-FAMILIES = {
-    "qwen3_5_text": OF_NETS,
-    "qwen3_5_moe_text": OF_NETS,
-    "qwen3_next": OF_NETS,
-    "glm4_moe": {},
-    "deepseek_v3": {},
-}
+FAMILIES = {"qwen3_5_text": OF_NETS, "qwen3_5_moe_text": OF_NETS, "qwen3_next": OF_NETS, "glm4_moe": {}, "deepseek_v3": {}}  # fmt: skip
 
 
 def written(family: str, path: Path, types: str) -> dict[str, torch.Tensor]:

@@ -79,18 +79,10 @@ MODELS = {
 def make(name="llama", dtype=torch.float32, seed=0, **more):
     (kind, config), options = MODELS[name]
     settings = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "bos_token_id": 1,
-        "eos_token_id": None,
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": None,
         "pad_token_id": 0,
-    }
+    }  # fmt: skip
     torch.manual_seed(seed)
     model = kind(config(**settings | options | more))
     with torch.no_grad():
@@ -309,14 +301,7 @@ def load(model):
     model.load_state_dict(make(seed=1).state_dict())
 
 
-WEIGHTS = [
-    "weight in place",
-    "weight by .data",
-    "other .data",
-    "other parameter",
-    "scaling of all layers",
-    "a step of training",
-]
+WEIGHTS = ["weight in place", "weight by .data", "other .data", "other parameter", "scaling of all layers", "a step of training"]  # fmt: skip
 WEIGHTS += [load]
 
 
@@ -571,14 +556,8 @@ def test_a_form_that_computes_something_else_is_not_used(monkeypatch, fault, dty
 
 
 @pytest.mark.parametrize(
-    ("count", "limit", "compared"),
-    [
-        (1, 0.5, [(0, 1)]),
-        (3, 0.5, [(0, 1)]),
-        (3, 0.0, [(0, 1), (1, 1), (2, 1)]),
-        (8, 0.0, [(0, 1), (3, 1), (7, 1)]),
-    ],
-)
+    ("count", "limit", "compared"), [(1, 0.5, [(0, 1)]), (3, 0.5, [(0, 1)]), (3, 0.0, [(0, 1), (1, 1), (2, 1)]), (8, 0.0, [(0, 1), (3, 1), (7, 1)])],
+)  # fmt: skip
 def test_layers_at_the_begin_in_the_middle_and_at_the_end_are_compared(monkeypatch, count, limit, compared):
     """The first ones closely, with the first rows of the head, and the others where they differ roughly."""
     found, check = [], native._check

@@ -1,7 +1,5 @@
 """Prompt lookup as the first draft: the target's own text in every chain, and exactly the draft tokens that a plain search would find."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

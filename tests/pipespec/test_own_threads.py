@@ -1,7 +1,5 @@
 """A step on a CPU leaves torch's threads alone: they would poll on the cores that the next forward needs (see ``engine/sampler.py``)."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

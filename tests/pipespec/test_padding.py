@@ -1,7 +1,5 @@
 """Masks with zeros anywhere, and calls with the new tokens only, have the meaning that they have in transformers' generate()."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """Kept prefixes: a text is the same with and without them, whatever calls came before, and a prompt's beginning is not read again."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -343,11 +341,7 @@ def test_the_callers_keys_and_values_serve_no_other_call(target):
     assert torch.equal(out, wanted)
 
 
-FORMS = {
-    "own modules": PLAIN | {"native": False},
-    "captured": PLAIN | {"graphs": True},
-    "captured, exact": PLAIN | {"graphs": True, "exact": True},
-}
+FORMS = {"own modules": PLAIN | {"native": False}, "captured": PLAIN | {"graphs": True}, "captured, exact": PLAIN | {"graphs": True, "exact": True}}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,8 +1,6 @@
 """Every logits processor of transformers and of users: the text is that of transformers' own loop. The models have 40 tokens, so that every processor has
 an effect."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from pipespec import Pipeline
+from pipespec.engine.sampling import FusedPenalties, OutputPenaltyLogitsProcessor, SamplingParams
 from tests.conftest import left_pad, noisy, random_llama
 from tests.support.reference import transformers_text
 
@@ -144,3 +143,57 @@ def test_what_a_processor_returns(chain, form, eos, at):
         except Exception as error:
             found.append((type(error), str(error)))
     assert found[0] == found[1]
+
+
+# ---- penalties and biases: texts are in tests/same_text
+
+
+def test_the_processor_is_the_formula_of_vllm() -> None:
+    ids = torch.tensor([[1, 2, 3, 3, 1, 3], [5, 5, 5, 0, 1, 2]])
+    scores = torch.randn(2, 6)
+    got = OutputPenaltyLogitsProcessor(2, 0.7, 0.3)(ids, scores)
+    for row in range(2):
+        for token in range(6):
+            n = ids[row, 2:].tolist().count(token)
+            wanted = float(scores[row, token]) - 0.3 * n - 0.7 * (n > 0)
+            assert float(got[row, token]) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"presence_penalty": "a"}, TypeError, "presence_penalty must be a number, not 'a'"),
+        ({"frequency_penalty": float("nan")}, ValueError, "frequency_penalty must be a finite number of float32"),
+        ({"logit_bias": [1]}, TypeError, "logit_bias must be a dict of token ids and numbers, not list"),
+        ({"logit_bias": {"a": 1.0}}, TypeError, "logit_bias: 'a' is not a token id"),
+        ({"logit_bias": {3: None}}, TypeError, "the bias of token 3 must be a number, not None"),
+        ({"logit_bias": {3: float("inf")}}, ValueError, "the bias of token 3 must be a finite number"),
+        ({"logit_bias": {40: 1.0}}, ValueError, r"the target has 40 tokens, but these ids are biased: \[40\]"),
+        ({"sequence_bias": {(99,): 1.0}}, ValueError, r"these ids are biased: \[99\]"),
+    ],
+)
+def test_wrong_values(target, given, error, message) -> None:
+    with pytest.raises(error, match=message):
+        Pipeline(target).generate(torch.tensor([[5, 6]]), max_new_tokens=2, **given)
+
+
+def test_what_is_fused() -> None:
+    def params(**given) -> SamplingParams:
+        from transformers.generation import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+        made = {
+            "bias": lambda x: SequenceBiasLogitsProcessor(x),
+            "repetition": lambda x: RepetitionPenaltyLogitsProcessor(x),
+            "output": lambda x: OutputPenaltyLogitsProcessor(*x),
+        }
+        return SamplingParams.of([made[name.rstrip("0")](x) for name, x in given.items()], seeds=None)
+
+    one = params(bias={(3,): 1.0}, bias0={(4,): 2.0}, repetition=1.5, output=(4, 0.5, 0.25)).penalties
+    assert one == FusedPenalties(1.5, 0.5, 0.25, ((3, 1.0), (4, 2.0)), 4)
+    # Another order, the same id twice, a sequence of two tokens, no processor at all.
+    assert params(repetition=1.5, bias={(3,): 1.0}).stepwise
+    assert params(output=(4, 0.5, 0.25), repetition=1.5).stepwise
+    assert params(bias={(3,): 1.0}, bias0={(3,): 2.0}).stepwise
+    assert params(bias={(3, 4): 1.0}).stepwise
+    assert not params().stepwise
+    assert params().penalties is None

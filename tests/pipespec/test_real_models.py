@@ -1,7 +1,5 @@
 """Texts of small real models, see ``tools.real_models``: the same with every draft. ``make test-real`` runs these tests."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``pipespec recommend``: its candidates, the table, and a run on the bundled family."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

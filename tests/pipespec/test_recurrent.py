@@ -1,7 +1,5 @@
 """Recurrent layers: a state per column, so that a rollback of any depth chooses one. Texts of whole pipelines are in ``test_families.py``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Each row is an error, parts of its message, and a call. Rows that need files or models of a special kind are in the test files of these.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

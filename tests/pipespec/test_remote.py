@@ -1,7 +1,5 @@
 """schedule="ranks": the text of the target over gloo, whatever happens to the other ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

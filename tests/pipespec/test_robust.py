@@ -1,7 +1,5 @@
 """Actions of users on a pipeline between and during calls, and side effects of models and processors."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings

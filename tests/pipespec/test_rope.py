@@ -1,7 +1,5 @@
 """Dynamic RoPE: up to the length at which it changes, the text is that of generate(); calls that may go beyond are refused, or left to transformers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """The lengths of captured rounds: those that pay are chosen, and no choice changes a text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

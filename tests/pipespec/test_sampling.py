@@ -1,7 +1,5 @@
 """Coupled sampling: one seed gives one text per row, whatever the batch; which seeds there are. Texts: ``tests/same_text``."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

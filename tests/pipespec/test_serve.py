@@ -1,7 +1,5 @@
 """``pipespec serve``: a pipeline behind OpenAI's API, called by the package openai."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -197,11 +195,7 @@ def asked(**options: Any) -> dict[str, Any]:
 def test_a_response_format_is_obeyed(client: Any, pipe: Pipeline, tokenizer: Any, stream: bool) -> None:
     xgrammar = pytest.importorskip("xgrammar", reason="needs the package xgrammar (pip install xgrammar)")
     named = {"enum": ["red", "green"]}
-    schema = {
-        "type": "object",
-        "properties": {"name": named, "is_dark": {"type": "boolean"}},
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"name": named, "is_dark": {"type": "boolean"}}, "additionalProperties": False}  # fmt: skip
     schema["required"] = list(schema["properties"])
     form = {"type": "json_schema", "json_schema": {"name": "colour", "schema": schema}}
     answer = client.chat.completions.create(**asked(response_format=form, stream=stream))

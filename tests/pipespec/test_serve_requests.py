@@ -1,7 +1,5 @@
 """Requests to the server by hand: what each field does, what is refused, and the form of answers and errors."""
 
-from __future__ import annotations
-
 import json
 import math
 import socket
@@ -127,11 +125,7 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ),
         ({"tools": "x"}, "tools", "must be a list"),
         ({"tools": [TOOL]}, "tools", "shows no tools"),
-        (
-            {"tools": [{"type": "function", "function": {}}], "tool_choice": "none"},
-            "tools[0].function.name",
-            "is missing",
-        ),
+        ({"tools": [{"type": "function", "function": {}}], "tool_choice": "none"}, "tools[0].function.name", "is missing"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": 7}, "tool_choice", "must be none, auto, required"),
         ({"functions": [{}]}, "functions", "use tools"),
@@ -162,11 +156,7 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "contradict each other"),
         ({"min_tokens": 5, "structured_outputs": {"choice": ["a"]}}, "min_tokens", "contradict each other"),
         ({"stop": ["x"] * 129}, "stop", "give 128 at most"),
-        (
-            {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
-            "tool_choice",
-            "must be none, auto",
-        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "must be none, auto"),
         ({"generation_config": {"eos_token_id": 5}}, "generation_config.eos_token_id", "is no option"),
         ({"stop": 5}, "stop", "a string or a list of strings"),
         ({"stop": [5]}, "stop", "a string or a list of strings"),
@@ -183,7 +173,7 @@ def test_fields_that_leave_a_greedy_text_as_it_is(served: Served, fields: dict[s
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no variable of a template"),
     ],
     ids=lambda value: str(value)[:80],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_named(served: Served, fields: dict[str, Any], param: str | None, message: str) -> None:
     for stream in ({}, {"stream": True}):
         answer = served.chat(**stream | fields)
@@ -421,11 +411,7 @@ def test_anthropics_messages(pipe: Pipeline) -> None:
 
 def test_openais_responses(pipe: Pipeline) -> None:
     tokenizer = tokenizer_with(TOOLS_TEMPLATE)
-    asked = {
-        "input": "the mean of values",
-        "tools": [{"type": "function", **TOOL["function"]}],
-        "max_output_tokens": 200,
-    }
+    asked = {"input": "the mean of values", "tools": [{"type": "function", **TOOL["function"]}], "max_output_tokens": 200}  # fmt: skip
     with serving(Scripted(pipe, tokenizer, [WRITTEN, WRITTEN, "cut"]), tokenizer) as served:
         whole = served.ask("/v1/responses", asked).json
         events = served.ask("/v1/responses", asked | {"stream": True}).events

@@ -1,7 +1,5 @@
 """Signal handlers of the caller that raise: their errors end the call, and never count as the failure of a draft."""
 
-from __future__ import annotations
-
 import signal
 import warnings
 from contextlib import contextmanager, suppress

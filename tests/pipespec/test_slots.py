@@ -1,8 +1,6 @@
 """Calls of several threads on one pipeline or one attached model. The bare model runs them side by side, and so one may wait for another one in its own code.
 Each has its own text, and none waits for the code of another one."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Models over several devices, and models whose weights are elsewhere between calls: the text of the whole model. Two real devices need GPUs."""
 
-from __future__ import annotations
-
 import copy
 import sys
 

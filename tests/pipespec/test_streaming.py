@@ -1,7 +1,5 @@
 """Streamers get each committed token once and in order, and none that is rolled back. Partial texts after an interruption."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading

@@ -4,8 +4,6 @@ Attention by row lengths rounds differently from sdpa with a mask, and a wide st
 in the last place; no text here comes that close to a tie. So the texts are compared with ``generate()`` under sdpa.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -54,12 +52,7 @@ def model():
 
 
 def drafts_of(model, kinds: str):
-    make = {
-        "r": always_right,
-        "g": lambda m: noisy(m, 0.03, seed=1),
-        "b": lambda m: noisy(m, 0.2, seed=2),
-        "w": always_wrong,
-    }
+    make = {"r": always_right, "g": lambda m: noisy(m, 0.03, seed=1), "b": lambda m: noisy(m, 0.2, seed=2), "w": always_wrong}  # fmt: skip
     return [make[kind](model) for kind in kinds]
 
 
@@ -577,13 +570,7 @@ def test_captured_under_a_sanitizer(what: str) -> None:
 
 
 # A profiler records the calls of all threads. The launcher's waiter has one cudaEventSynchronize() per step, for which no step waits.
-SYNCHRONISES = {
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaMemcpy",
-    "cuStreamSynchronize",
-    "cuCtxSynchronize",
-}
+SYNCHRONISES = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cuStreamSynchronize", "cuCtxSynchronize"}  # fmt: skip
 
 
 def synchronisations(events) -> int:

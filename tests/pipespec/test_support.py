@@ -1,7 +1,5 @@
 """What models can run as: whole, in a worker process, quantised, captured."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from types import SimpleNamespace
@@ -159,13 +157,9 @@ NOT_CAPTURED = {
     "dynamic RoPE": (with_rope("dynamic"), "model.rotary_emb", "'dynamic'"),
     "RoPE of two lengths": (with_rope("longrope"), "model.rotary_emb", "'longrope'"),
     "soft caps": (changed("config.attn_logit_softcapping", 30.0), "model.layers.0.self_attn", "softcapping"),
-    "sinks": (
-        changed("model.layers.1.self_attn.sinks", nn.Parameter(torch.zeros(4))),
-        "model.layers.1.self_attn",
-        "sinks",
-    ),
+    "sinks": (changed("model.layers.1.self_attn.sinks", nn.Parameter(torch.zeros(4))), "model.layers.1.self_attn", "sinks"),
     "float64": (lambda model: on_gpu(copy.deepcopy(model).to(torch.float64), "cuda:0"), "its dtype", "float64"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_CAPTURED)

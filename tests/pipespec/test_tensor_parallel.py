@@ -3,8 +3,6 @@
 The groups are processes of :mod:`tests.pipespec.group_harness`. With accelerate, transformers shards a model itself, under torchrun.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

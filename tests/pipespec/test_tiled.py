@@ -1,7 +1,5 @@
 """Models with quantised matrices as they are on a GPU: in tiles, here on the CPU. Their logits are those of the dequantised model, and captured texts those of plain decoding."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -277,13 +275,7 @@ def test_captured_texts_with_experts(gpu, with_experts, on_the_cpu):
     """In transformers' modules, whose experts need nothing from the host."""
     target = load_model(with_experts, dtype="float32", device="cuda")
     ids, mask = left_pad(random_prompts(2, seed=5, shortest=6))
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": False,
-        "attention_mask": mask,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
     twin = copy.deepcopy(target)
     with gpu.watching():
         with pytest.warns(SpeedWarning, match="run transformers' modules"):
@@ -338,13 +330,7 @@ def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind, exact):
     target = float8 if kind == "floats of 8 bits" else target
     lengths = {"shortest": 70, "longest": 120} if kind == "prompt" else {"shortest": 6}
     ids, mask = left_pad(random_prompts(2, seed=5, **lengths))
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": kind == "sampled",
-        "attention_mask": mask,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    }
+    options = {"max_new_tokens": 12, "do_sample": kind == "sampled", "attention_mask": mask, "pad_token_id": 0, "eos_token_id": None}  # fmt: skip
     options |= {"seed": [3, 4], "temperature": 0.8} if kind == "sampled" else {}
     twin = copy.deepcopy(target)
     with gpu.watching(), warnings.catch_warnings(action="error"):

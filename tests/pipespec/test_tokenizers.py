@@ -1,7 +1,5 @@
 """Tokens as bytes, and the ids of a text that grows and is cut: always those of the text encoded from its beginning."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from itertools import pairwise
@@ -185,12 +183,7 @@ def test_an_update_encodes_the_last_piece_only(word):
 
 # ---- rows
 
-PAIRS = [
-    ("bundled", "sentencepiece"),
-    ("byte-level", "unigram"),
-    ("sentencepiece", "byte-level"),
-    ("unigram", "bundled"),
-]
+PAIRS = [("bundled", "sentencepiece"), ("byte-level", "unigram"), ("sentencepiece", "byte-level"), ("unigram", "bundled")]  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)

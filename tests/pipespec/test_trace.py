@@ -1,7 +1,5 @@
 """Traces of whole calls under every schedule, which add up to their reports; as JSON for Perfetto, as text and as a figure."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import time

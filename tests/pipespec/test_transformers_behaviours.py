@@ -5,8 +5,6 @@ says how many of its calls the pipeline runs, and which arguments make transform
 test_conformance.py, caches that pipelines continue in test_inputs.py, masks in test_padding.py, attaching itself in test_attach.py.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """Drafts with another tokenizer: the target's own text in every chain, and the draft tokens of a draft that differs in nothing else."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -18,11 +16,7 @@ from tests.support.texts import own_text, same_text
 from tests.waiting import drafts_keep_up
 
 NEW = 24
-PROMPTS = [
-    "def mean(values):\n    return sum(val",
-    "na\u00efve = '\U0001f600 \u65e5\u672c",
-    "import os\n\nclass Reader:\n    def __init__(self, na",
-]
+PROMPTS = ["def mean(values):\n    return sum(val", "na\u00efve = '\U0001f600 \u65e5\u672c", "import os\n\nclass Reader:\n    def __init__(self, na"]  # fmt: skip
 
 
 def permuted(name: str, seed: int = 0) -> tuple[LlamaForCausalLM, Tokenizer]:

@@ -1,7 +1,5 @@
 """Models of one tokenizer whose embeddings are padded to different sizes, as in several LLaMA families."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of many families, made from transformers' configurations. Windows are shorter than the texts of the tests."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -16,54 +14,22 @@ WINDOW = 7
 LAYERS = 4
 
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.25,
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.25, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 SLIDES = {"sliding_window": WINDOW}
 MIXED = SLIDES | {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 HEADS = {"head_dim": 8}
-FACTORS_OF_GRANITE = {
-    "attention_multiplier": 0.3,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.0,
-}
-FACTORS_OF_QUERIES = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 5,
-    "llama_4_scaling_beta": 0.5,
-}
+FACTORS_OF_GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0}  # fmt: skip
+FACTORS_OF_QUERIES = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 5, "llama_4_scaling_beta": 0.5}  # fmt: skip
 SWITCHED = SLIDES | {"use_sliding_window": True, "max_window_layers": 2}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LATENT = {
-    "kv_lora_rank": 12,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4}  # fmt: skip
 DEEPSEEK = LATENT | {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 2,
-    "n_group": 1,
-    "topk_group": 1,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
     "n_shared_experts": 1,
-}
+}  # fmt: skip
 
 RECURRENT = HEADS | {
     "linear_num_key_heads": 2,
@@ -80,11 +46,7 @@ PER_LAYER = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": VOCABULARY,
 }
-SHORT_CONVOLUTION = {
-    "conv_L_cache": 3,
-    "block_multiple_of": 8,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-}
+SHORT_CONVOLUTION = {"conv_L_cache": 3, "block_multiple_of": 8, "layer_types": ["conv", "full_attention", "conv", "conv"]}  # fmt: skip
 SHARED_EXPERT = {"shared_expert_intermediate_size": 24}
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {

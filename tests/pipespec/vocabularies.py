@@ -1,7 +1,5 @@
 """Tokenizers of several kinds, trained or written here, and a bundled model whose tokens have other ids."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

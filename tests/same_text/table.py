@@ -3,8 +3,6 @@
 A row does not name the schedules that it is for: the table of :mod:`pipespec.registry` tells which options a schedule takes.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import tempfile

@@ -1,7 +1,5 @@
 """The text is the target's: each way to run a chain, each kind of draft, each feature of a call, against transformers' own ``generate()``."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Drafters without weights, for tests: with a known text, at random, or failing."""
 
-from __future__ import annotations
-
 import random
 
 import torch

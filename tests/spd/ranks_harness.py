@@ -3,8 +3,6 @@
 A command is a function of this module whose parameters are words: the folder of a model first. It prints a line of JSON for each run.
 """
 
-from __future__ import annotations
-
 import itertools
 import mmap
 import os

@@ -4,8 +4,6 @@ It follows from the machine's rules alone (a token enters, each stage passes it 
 nothing of the package.
 """
 
-from __future__ import annotations
-
 
 class Machine:
     """``n`` stages; ``prompt`` positions are complete. ``depth``: by position the stages passed, of the tokens in flight."""

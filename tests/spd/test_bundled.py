@@ -1,7 +1,5 @@
 """The draft module in the package belongs to the bundled target, and its drafts are accepted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM

@@ -1,7 +1,5 @@
 """The draft module: anchors and types, files and refusals, and that drafting and training compute the same."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

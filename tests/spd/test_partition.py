@@ -1,7 +1,5 @@
 """Cuts of a model, the computation of all stages together, and loading one stage."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -151,14 +149,9 @@ def test_no_weights_are_copied(model):
 
 
 SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 
 
 def test_models_outside_of_the_family():

@@ -3,8 +3,6 @@
 A harness that has imported everything forks the processes. One test starts them with torchrun itself.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -238,12 +236,7 @@ def test_interrupted_at_every_message(folder, found):
 
 def test_an_address_that_cannot_be_used(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        values = {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(taken.getsockname()[1]),
-        }
+        values = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}  # fmt: skip
         for name, value in values.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(RankError, match=rf"MASTER_PORT={values['MASTER_PORT']} cannot be used: .*in use"):
@@ -361,12 +354,7 @@ class TooDeep(Blind):
 
 
 REFUSED = [
-    (
-        4,
-        {"stages": 2},
-        ValueError,
-        "2 stages need 3 ranks, or 2 with the first stage on the rank of the drafter; there are 4",
-    ),
+    (4, {"stages": 2}, ValueError, "2 stages need 3 ranks, or 2 with the first stage on the rank of the drafter; there are 4"),
     (2, {"stages": 3}, ValueError, "3 stages need 4 ranks, .* there are 2"),
     (5, {"stages": 4}, ValueError, "3 layers can be cut into 1 to 3 stages, not 4"),
     (3, {"stages": 2, "drafter": TooDeep(320)}, ValueError, "no residual stream 4"),
@@ -376,7 +364,7 @@ REFUSED = [
     (3, {"stages": 2, "device": "meta"}, ValueError, "stages run on cpu or cuda, not on meta"),
     (3, {"stages": 2, "device": "cuda"}, ValueError, "torch sees no GPU here"),
     (None, {"stages": 2}, ValueError, "start this with torchrun"),
-]
+]  # fmt: skip
 """Ranks, arguments, and the error."""
 
 

@@ -1,7 +1,5 @@
 """``pipespec generate --system spd`` in one process. Under torchrun: ``test_ranks.py``."""
 
-from __future__ import annotations
-
 import pytest
 
 import pipespec_spd as spd

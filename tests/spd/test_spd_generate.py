@@ -1,7 +1,5 @@
 """``SpeculativePipeline.generate`` keeps the contract of ``target.generate()`` for any partition and any drafter."""
 
-from __future__ import annotations
-
 import copy
 import random
 import warnings

@@ -1,7 +1,5 @@
 """SPD on GPUs: stages in one process, and ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

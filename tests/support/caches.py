@@ -1,7 +1,5 @@
 """Copies and comparisons of caches."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

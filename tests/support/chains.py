@@ -1,7 +1,5 @@
 """Chains of schedule ``ranks`` for tests, in one process, with a thread per draft."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

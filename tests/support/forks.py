@@ -4,8 +4,6 @@ torch and transformers take seconds to import, which a fresh process needs. ``py
 thread, so that a fork lacks none.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools
@@ -121,12 +119,7 @@ class Fork(subprocess.Popen):
 
 def ran(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run`` with captured text, of a :class:`Fork`."""
-    options = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    } | options
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options  # fmt: skip
     given, timeout = options.pop("input", None), options.pop("timeout", None)
     if given is not None:
         options["stdin"] = subprocess.PIPE

@@ -1,7 +1,5 @@
 """A grammar for tests: a matcher with the methods of ``xgrammar.GrammarMatcher``, and the same grammar as a logits processor for transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

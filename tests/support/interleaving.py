@@ -6,8 +6,6 @@ operation with release. Its plain loads may give what memory held at any time si
 something older than before. Atomic operations act on memory at once: what a relaxed one has written is never late, so a missing release shows for plain stores only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import random

@@ -1,7 +1,5 @@
 """The harness of processes: those of local drafts, ranks as forks of one process that has imported everything, and the states of any process."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

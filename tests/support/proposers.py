@@ -1,7 +1,5 @@
 """A draft of the user's own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -3,8 +3,6 @@
 The import changes the interpreter of this process.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from types import SimpleNamespace

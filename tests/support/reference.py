@@ -4,8 +4,6 @@ Coupled sampling draws the token whose processed score plus noise is largest. So
 the noise gives the same text, and shares nothing with the engine but the definition of the noise.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A server in a thread, and what tests ask it by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

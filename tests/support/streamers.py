@@ -1,7 +1,5 @@
 """A streamer for tests: it keeps what it gets, and does something when it has a number of new tokens."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Prompts of one row, and the comparison of a pipeline with its target's own ``generate()``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m tests.support.torchrun RANKS ...``: what torchrun does for ``python ...``, with ranks as forks of this process, which save their imports."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import tempfile

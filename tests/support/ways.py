@@ -1,7 +1,5 @@
 """Ways to run a chain, by name: a schedule, with captured steps or without, and SPD."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """``tools.real_models`` on wheels that are made here: no network, no real model."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import shutil

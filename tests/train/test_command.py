@@ -1,7 +1,5 @@
 """``pipespec spd train``: from files to a module that loads; refusals; several processes."""
 
-from __future__ import annotations
-
 import json
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training data: files, conversations with and without markers, and their errors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Training of draft heads: the forward steps of a batch are those of decoding, and training teaches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

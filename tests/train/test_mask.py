@@ -1,7 +1,5 @@
 """The training mask. `tests/spd/test_draft_module.py` compares what it makes of the rows with decoding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

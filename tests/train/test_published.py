@@ -1,7 +1,5 @@
 """Published draft modules: a tiny one in their format is made here, converted, compared with its own arithmetic, and run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -25,12 +23,7 @@ ANCHORS = [0, 1, 2, 3]
 IDS = sorted({*range(2, VOCABULARY, 2), 1})
 
 RECURRENT = "qwen3_5, recurrent"
-TARGETS = [
-    "llama",
-    pytest.param(
-        RECURRENT, marks=pytest.mark.skipif(RECURRENT in LACKING, reason="this transformers has no qwen3_5_text models")
-    ),
-]
+TARGETS = ["llama", pytest.param(RECURRENT, marks=pytest.mark.skipif(RECURRENT in LACKING, reason="this transformers has no qwen3_5_text models"))]  # fmt: skip
 
 
 def qwen3_layers(target: PreTrainedModel) -> list[Qwen3DecoderLayer]:

@@ -1,7 +1,5 @@
 """The target's hidden states of texts are kept, and each text is read once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Training: the loss, the figures, the loop and its errors."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

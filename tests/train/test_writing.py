@@ -1,7 +1,5 @@
 """Text that a target writes: prompts from templates, answers in batches, and a run that continues."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

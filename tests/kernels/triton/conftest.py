@@ -6,8 +6,6 @@ The first import of triton decides between the two. A run of the whole suite com
     TRITON_INTERPRET=1 python -m pytest tests/kernels/triton tests/kernels/test_matrix.py tests/kernels/test_edges.py
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Attention without a mask against an oracle with a mask, and the bits of the invariant form."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

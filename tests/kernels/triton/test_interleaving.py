@@ -1,7 +1,5 @@
 """The tickets by which the programs of a launch combine their results, in random orders under a weak memory model, with planted faults."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Storage in floats of 8 bits: what each operation writes is what it would write in its own dtype, rounded; attention over it is that over the same numbers in the dtype of the queries."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernels of a layer: numbers on the device that lead out of the storage, which the host does not read, and rows longer than a tile."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

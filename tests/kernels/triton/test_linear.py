@@ -1,7 +1,5 @@
 """Products of few rows: a row's bits depend on that row alone, whatever the number of rows, at shapes that no tile divides; and lengths that lead out of the storage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

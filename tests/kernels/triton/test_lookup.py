@@ -1,7 +1,5 @@
 """What the kernel of ``prompt_lookup`` has beyond the operation: divisions of a text, a work space, bad numbers on the device, and the native index's words."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

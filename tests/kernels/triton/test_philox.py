@@ -1,7 +1,5 @@
 """The noise of the kernels: published vectors, and the oracle bit for bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

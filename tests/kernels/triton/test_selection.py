@@ -1,7 +1,5 @@
 """What the kernels of verification have beyond the operation: divisions of a row, a work space, the state of rows, and bad numbers on the device."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
@@ -131,11 +129,7 @@ def test_bad_counts_on_the_device_stay_in_their_row(device: torch.device) -> Non
 def test_bad_temperatures_on_the_device_stay_in_their_row(which: str, scale: float, device: torch.device) -> None:
     """Five ids in a block of eight: with such a temperature the padding would be chosen."""
     logits, draft = torch.randn(2, 4, 2, 5, generator=torch.Generator().manual_seed(8))
-    tokens, query_lens, drafts = (
-        torch.zeros(4, 2, dtype=torch.int64),
-        torch.tensor([2, 2, 1, 0]).int(),
-        torch.tensor([1, 1, 0, -1]).int(),
-    )
+    tokens, query_lens, drafts = (torch.zeros(4, 2, dtype=torch.int64), torch.tensor([2, 2, 1, 0]).int(), torch.tensor([1, 1, 0, -1]).int())  # fmt: skip
     noise, ones = Noise(torch.arange(4) + 1, torch.arange(4) + 9, torch.ones(4)), torch.ones(4)
     fed = logits, tokens, query_lens, drafts
     expected = reference.verify(*fed, noise) if which == "verify" else reference.rejection_sample(*fed, draft, noise)

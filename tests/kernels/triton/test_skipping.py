@@ -2,8 +2,6 @@
 
 In the interpreter, which runs one program after the other: here in any order, and it counts what they read."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterator

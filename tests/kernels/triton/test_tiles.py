@@ -1,7 +1,5 @@
 """Products with weights in tiles: those of the dequantised weights, rounded to the dtype; a row's bits depend on that row alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

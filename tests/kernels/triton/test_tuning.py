@@ -1,7 +1,5 @@
 """Tiles of products: results have the bits of the first one with any, and those that are measured stay in a file."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path
