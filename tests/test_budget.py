@@ -44,7 +44,7 @@ LONGER = {
 }
 """What is longer, and how long at most."""
 
-MODULES, LINES = 63, 14_900
+MODULES, LINES = 46, 14_370
 """Maximum number of modules of ``pipespec`` that its ``Pipeline`` imports, and their lines."""
 
 
