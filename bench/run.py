@@ -30,7 +30,8 @@ from bench.machine import provenance
 from bench.runner import Dataset, Runner
 from bench.samples import ResultsFolder
 from bench.systems import KINDS, Family, Workload, draft_names, systems_of
-from pipespec.checks.devices import arrange, device_facts
+from pipespec.checks.calls import device_facts
+from pipespec.checks.devices import arrange
 from pipespec.cli.options import check_output_folder
 from pipespec.demo import draft_module_path, family_path, prompts
 from pipespec.models.loading import load_model

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig
 
 from pipespec import trust
-from pipespec.checks.devices import DeviceFacts
+from pipespec.checks.calls import DeviceFacts
 
 PROMPT = torch.tensor([[5, 6, 7, 8]])
 

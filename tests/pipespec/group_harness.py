@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from pipespec import Pipeline, trust
-from pipespec.checks import devices
-from pipespec.checks.devices import DeviceFacts
+from pipespec.checks import calls as checks
+from pipespec.checks.calls import DeviceFacts
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.forks import fork_drafts_here
 from tests.support.processes import everywhere
@@ -111,11 +111,11 @@ def scenario(schedules: Sequence[str]) -> dict[str, Any]:
     found["failed"] = error_of(lambda: pipe.generate(ids, max_new_tokens=20, streamer=reader))
     found["differ"] = error_of(lambda: pipe.generate(ids + rank, max_new_tokens=4))
 
-    facts = devices.device_facts
+    facts = checks.device_facts
     if rank == dist.get_world_size() - 1:
-        devices.device_facts = lambda names: [DeviceFacts("cpu", 1, 1)]
+        checks.device_facts = lambda names: [DeviceFacts("cpu", 1, 1)]
     found["no memory"] = error_of(lambda: pipe.generate(ids, max_new_tokens=400))
-    devices.device_facts = facts
+    checks.device_facts = facts
     padded = torch.tensor([[5, 6, 0], [5, 6, 7]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
     found["right padding"] = error_of(lambda: pipe.generate(padded, attention_mask=mask, max_new_tokens=2))

@@ -11,7 +11,7 @@ import torch
 
 from pipespec import Pipeline
 from pipespec.config import SpeculationConfig
-from pipespec.engine.sampler import RejectionAcceptance
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.sampling import Step
 from pipespec.engine.stage import ModelDraft
 from pipespec_kernels.noise import Noise

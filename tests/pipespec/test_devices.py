@@ -8,7 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 from pipespec import Pipeline, attach
 from pipespec.api import pipeline
-from pipespec.checks.devices import arrange, device_facts, requested
+from pipespec.checks.calls import device_facts
+from pipespec.checks.devices import arrange, requested
 from pipespec.cli.main import main
 from pipespec.errors import DoesNotFit
 from tests.conftest import noisy, random_llama

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import pipespec_kernels
 from pipespec import NgramDraft, Pipeline, attach, trust
-from pipespec.checks.devices import cache_bytes
+from pipespec.checks.calls import cache_bytes
 from pipespec.engine.cache import RowCache
 from pipespec.schedules.graphs import buffers, stage
 from pipespec.schedules.graphs import capture as capturing

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipespec import Pipeline
-from pipespec.checks.devices import HEADROOM, DeviceFacts, cache_bytes, check_memory
+from pipespec.checks.calls import HEADROOM, DeviceFacts, cache_bytes, check_memory
 from pipespec.checks.models import check_shareable
 from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
@@ -79,7 +79,7 @@ def test_the_caches_of_a_call_must_fit_beside_what_is_there(model, monkeypatch):
             "cuda:0": lambda: DeviceFacts("cuda:0", total, free),
             "cuda:1": lambda: DeviceFacts("cuda:1", total, total),
         }
-        monkeypatch.setattr("pipespec.checks.devices.device_facts", lambda names: [facts[name]() for name in names])
+        monkeypatch.setattr("pipespec.checks.calls.device_facts", lambda names: [facts[name]() for name in names])
         check_memory(models, rows=2, longest=10, limit=limit, **options)
 
     per_token = 2 * CacheLayout.of(model.config).bytes_for(1, 1, torch.float32)
@@ -110,7 +110,7 @@ def test_the_caches_of_a_call_must_fit_beside_what_is_there(model, monkeypatch):
 
 def test_memory_that_others_hold_is_a_warning_on_a_cpu(model, monkeypatch):
     def check(total, free):
-        monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (total, free))
+        monkeypatch.setattr("pipespec.checks.calls.host_memory", lambda: (total, free))
         check_memory({"target": model}, rows=1, longest=4, limit=100)
 
     with pytest.warns(RuntimeWarning, match="unless other programs give some back") as caught:
@@ -136,7 +136,7 @@ class Live:
             use(cache, *stores)
 
         monkeypatch.setattr(RowCache, "_use", watched)
-        monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (4 * GIB, self.total - self.bytes()))
+        monkeypatch.setattr("pipespec.checks.calls.host_memory", lambda: (4 * GIB, self.total - self.bytes()))
 
     def bytes(self) -> int:
         return sum(cache.nbytes for cache in self.caches)
@@ -195,7 +195,7 @@ def test_each_call_is_checked(model, monkeypatch):
     pipe = Pipeline(model, noisy(model, 0.02), schedule="lockstep")
     wanted = model.generate(PROMPT, max_new_tokens=5, do_sample=False)
     total = 2 * HEADROOM + (8 << 20)
-    monkeypatch.setattr("pipespec.checks.devices.host_memory", lambda: (total, total))
+    monkeypatch.setattr("pipespec.checks.calls.host_memory", lambda: (total, total))
     with pytest.raises(ValueError, match="lower max_new_tokens or the batch"):
         pipe.generate(PROMPT.repeat(64, 1), max_new_tokens=400)
     assert torch.equal(pipe.generate(PROMPT, max_new_tokens=5), wanted)

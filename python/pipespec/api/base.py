@@ -30,8 +30,8 @@ from pipespec.api.arguments import (
 )
 from pipespec.api.output import Report, complete, output_of, own_report, report_of, warn_of_room
 from pipespec.api.prepare import CallOptions, PreparedCall, prepare
-from pipespec.checks.devices import check_memory, shortage_explained
-from pipespec.checks.models import check_checkpointing, check_rope, check_runnable
+from pipespec.checks.calls import check_memory, check_rope, shortage_explained
+from pipespec.checks.models import check_checkpointing, check_runnable
 from pipespec.engine.chain import stage_names
 from pipespec.engine.known import one_call, token_of, unknown_reason
 from pipespec.errors import Busy, DoesNotFit, NotKnown, is_final, mark_final, notify_reader_of_failure
@@ -517,7 +517,7 @@ class BasePipeline(Slots):
         keep_to_one_thread()
 
     def _check_memory(self, request: GenerationRequest) -> None:
-        """See :func:`pipespec.checks.devices.check_memory`. The caches of a call are there already if the one before had its size."""
+        """See :func:`pipespec.checks.calls.check_memory`. The caches of a call are there already if the one before had its size."""
         driver, inputs, static = self._driver, request.inputs, self._driver.static_caches
         rows, longest, limit = len(inputs.prompts), max(map(len, inputs.prompts)), inputs.most
         is_kept = request.cache is None

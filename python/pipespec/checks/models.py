@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from pipespec.config import WIDTH
 from pipespec.engine.chain import stage_names
 from pipespec.engine.forward import exact_unsupported_reason, native_unsupported_reason
-from pipespec.errors import NotCapturable, Unsupported, UnsupportedInput
+from pipespec.errors import NotCapturable, Unsupported
 from pipespec.models.compat import counts_columns, weightless
 from pipespec.models.families import NATIVE_CLASSES
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, mask_windows, takes_mask_per_type
@@ -33,8 +32,6 @@ from pipespec.models.properties import (
     not_whole_reason,
     offloaded_modules,
     quantisation,
-    rope_changes_at,
-    rope_type,
     tensor_parallel_size,
     text_config,
 )
@@ -282,17 +279,6 @@ def check_vocabularies(stages: Sequence[Vocabulary]) -> None:
                 f"tokenizer, and {unknown} has no tokenizer.json to check that with. If it is the same one and only the "
                 "padding differs, put tokenizer.json next to the weights of both; if it is another one, pass tokenizer= and draft_tokenizers="
             )
-
-
-def check_rope(target: PreTrainedModel, positions: int) -> None:
-    """Raise ``UnsupportedInput`` where the RoPE of a text, which may use so many positions with its last step's padding, may depend on its length."""
-    limit = rope_changes_at(target)
-    if limit is not None and positions > limit:
-        raise UnsupportedInput(
-            "max_new_tokens",
-            f"max_new_tokens: a text of up to {positions - WIDTH} tokens, prompt included, is too long: beyond {limit - WIDTH} tokens the "
-            f"target's RoPE ({rope_type(target)}) may depend on the length of each forward; ask for fewer tokens, or call transformers' generate()",
-        )
 
 
 def check_exact(target: PreTrainedModel, *, captured: bool = False) -> None:

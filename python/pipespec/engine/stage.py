@@ -12,11 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import WIDTH
+from pipespec.engine.acceptance import RejectionAcceptance, drop_rejected
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import PROMPT_TAIL, CachedText
 from pipespec.engine.chain import DraftSpec, InlineStage, StageInputs
 from pipespec.engine.forward import native_form_of
-from pipespec.engine.sampler import HostSampler, RejectionAcceptance, drop_rejected
+from pipespec.engine.sampler import HostSampler
 from pipespec.engine.sampling import ScoreRecord, Step
 from pipespec.process.threads import draft_errors
 from pipespec_kernels import _native

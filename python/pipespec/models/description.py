@@ -25,18 +25,8 @@ from pipespec.models.families import (
     outer_embedding_scale,
     windows_of,
 )
-from pipespec.models.parts import (
-    ALPHA,
-    ModelParts,
-    PerLayer,
-    copied_bytes,
-    experts_of,
-    halves_of_heads,
-    is_latent,
-    keys_of,
-    latent_of,
-    recurrent_of,
-)
+from pipespec.models.mixers import ALPHA, copied_bytes, experts_of, halves_of_heads, is_latent, latent_of, recurrent_of
+from pipespec.models.parts import ModelParts, PerLayer, keys_of
 from pipespec.models.properties import rotary_changes_at
 from pipespec.models.quantized import HeldMatrix, Int8Linear, QuantizedLinear
 from pipespec_kernels.decoder import DecoderShape, LayerSizes, LayerWeights, PerLayerInputs

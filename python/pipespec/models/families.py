@@ -20,14 +20,8 @@ from transformers.activations import ACT2FN
 
 from pipespec.models import compat
 from pipespec.models.layout import CacheLayout, UnsupportedLayers, configuration_read
-from pipespec.models.parts import (
-    ModelParts,
-    by_sigmoids,
-    by_sigmoids_of_all,
-    by_softmax,
-    by_softmax_of_groups,
-    by_sparse_mixer,
-)
+from pipespec.models.mixers import by_sigmoids, by_sigmoids_of_all, by_softmax, by_softmax_of_groups, by_sparse_mixer
+from pipespec.models.parts import ModelParts
 from pipespec.models.properties import changing_buffers, has_dropout, has_hooks, has_own_forward, not_whole_reason
 from pipespec.models.quantized import (
     HeldMatrix,

@@ -18,11 +18,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.cache import RowCache
 from pipespec.engine.chain import StageInputs, make_upstream, stage_names
 from pipespec.engine.forward import forget_stale
 from pipespec.engine.runtime import runtime_of
-from pipespec.engine.sampler import RejectionAcceptance
 from pipespec.engine.sampling import ScoreRecord
 from pipespec.engine.stage import Stage
 from pipespec.errors import user_stacklevel

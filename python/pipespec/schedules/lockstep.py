@@ -17,8 +17,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from pipespec.config import SpeculationConfig
+from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
-from pipespec.engine.sampler import RejectionAcceptance
 from pipespec.engine.stage import Stage
 from pipespec.models.properties import step_bytes
 from pipespec.process.threads import draft_errors
