@@ -48,8 +48,11 @@ class More:
         self.dry = device == "cpu"
         self.names, self.tokens = (("tiny-small", "tiny-target"), 8) if self.dry else (("1B", "8B"), 128)
         self.place: dict[str, Any] = {"device": device, "dtype": torch.float32 if self.dry else torch.bfloat16}
-        # Planted models have room for 8,192 positions.
-        self.place["known"] = {name: replace(SHAPES[name], max_position_embeddings=1 << 18) for name in self.names}
+        # Planted models have room for 8,192 positions, and the smallest too few layers for a head.
+        shapes = {name: replace(SHAPES[name], max_position_embeddings=1 << 18) for name in self.names}
+        if self.dry:
+            shapes[self.names[1]] = replace(shapes[self.names[1]], num_hidden_layers=8)
+        self.place["known"] = shapes
         chain = plant(self.names, AGREEMENT, new_tokens=32, texts=4, **self.place)
         (self.small, self.target), self.cycle = chain.models, chain.cycle
         self.text: torch.Tensor | None = None  # of plain decoding
@@ -95,12 +98,13 @@ class More:
 
     @contextmanager
     def products(self, own: bool) -> Iterator[None]:
-        """Captures in the context have our products of few rows, or those of the library alone."""
-        forms = [form for model in (self.small, self.target) if (form := choose_fused(model)) is not None]
+        """Captures in the context have our products of few rows, or those of the library alone. The latter while a pipeline of the models is open, which have fused forms then."""
+        models = () if own else (self.small, self.target)
+        forms = [form for model in models if (form := choose_fused(model)) is not None]
         before = [form.narrow_rows for form in forms]
         try:
             for form in forms:
-                form.narrow_rows *= own
+                form.narrow_rows = 0
             yield
         finally:
             for form, rows in zip(forms, before, strict=True):
@@ -157,9 +161,8 @@ class More:
         """Milliseconds of a round whose one or three draft tokens are wrong: the head is not trained."""
         found = {}
         with tempfile.TemporaryDirectory() as folder:
-            if not self.dry:  # the small models have too few layers for a head
-                head_for(self.target, range(0, 64000, 2)).save(folder, self.target)
-            for tokens in () if self.dry else (0, 1, 3):
+            head_for(self.target, range(0, self.target.config.vocab_size // 2, 2)).save(folder, self.target)
+            for tokens in (0, 1, 3):
                 with Pipeline(self.target, folder if tokens else [], graphs=True, lookahead=tokens or None) as pipe:
                     _, seconds = self.timed(pipe.generate, self.prompt(64), self.tokens, **GREEDY)
                     found[f"{tokens} draft tokens"] = 1e3 * seconds / pipe.report.stages[-1].steps  # type: ignore[union-attr]

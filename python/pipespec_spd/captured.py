@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pipespec.models.merging import check_separate, merge
 from pipespec.models.parts import ModelParts
 from pipespec.schedules.base import warn_of_speed
 from pipespec_kernels import ops
+from pipespec_kernels.env import MIN_CAPABILITY
 from pipespec_kernels.products import MAX_ROWS
 
 Outputs = tuple[torch.Tensor, dict[int, torch.Tensor]]
@@ -27,8 +29,11 @@ Outputs = tuple[torch.Tensor, dict[int, torch.Tensor]]
 
 
 def captures(device: torch.device) -> bool:
-    """Whether steps on a device are captured."""
-    return device.type == "cuda" and torch.version.hip is None
+    """Whether steps on a device are captured: the kernels run there."""
+    if device.type != "cuda" or torch.version.hip is not None or not find_spec("triton"):
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor >= MIN_CAPABILITY
 
 
 def over_static(parts: ModelParts) -> ModelParts:
