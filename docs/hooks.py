@@ -103,7 +103,7 @@ def _commands() -> Iterator[str]:
 
     with patch.dict(os.environ, COLUMNS="100"), patch.object(argparse.ArgumentParser, "parse_known_args", found):
         try:
-            main([])
+            main(["--help"])
         except _Parser as caught:
             yield from _help(caught.args[0])
 

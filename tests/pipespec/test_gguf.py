@@ -742,6 +742,7 @@ def test_doctor_describes_a_file_and_a_folder(tmp_path, capsys):
     assert facts["tokenizer"] == "gpt2, split as qwen2: 96 tokens; no token before a text"
     assert (facts["a turn ends with"], facts["chat template"]) == ("<end>", "there")
     assert facts["runs on a CPU"] == "matrices stay in blocks, multiplied by the native form"
+    assert "for 1,024 tokens in bfloat16;" in facts["memory"]
     assert main(["doctor", str(family_path("target"))]) == 0
     said = capsys.readouterr().out
     assert "multiplied by the native form" in said

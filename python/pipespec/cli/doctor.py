@@ -97,7 +97,7 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
         family = FAMILIES.get(config.model_type)
         native = family is not None and family.prefix is not None
         facts = {"model": f"{path}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size}"}
-    broken = []
+    broken, in_blocks = [], False
     if Path(path).exists():  # of a name of the hub no weights are downloaded
         with working("reading the weights"):
             broken = not_finite(path)
@@ -140,9 +140,10 @@ def _facts_of(model: str) -> tuple[dict[str, str], bool]:
         f"matrices {how}, multiplied by {'the native form' if native else 'modules of transformers'}"
     )
     try:
-        nbytes = CacheLayout.of(config).bytes_for(1, 1024, torch.float32)
+        kept = torch.bfloat16 if in_blocks else config.dtype or torch.float32
+        nbytes = CacheLayout.of(config).bytes_for(1, 1024, kept)
         facts["memory"] = (
-            f"the weights, and {nbytes / 2**20:.0f} MiB for 1,024 tokens in float32; at most {config.max_position_embeddings} tokens"
+            f"the weights, and {nbytes / 2**20:.0f} MiB for 1,024 tokens in {str(kept).removeprefix('torch.')}; at most {config.max_position_embeddings} tokens"
         )
     except UnsupportedLayers as error:
         facts["memory"] = f"the weights; {error}"
