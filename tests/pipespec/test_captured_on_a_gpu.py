@@ -119,7 +119,17 @@ def test_two_pipelines_in_two_threads_capture_beside_replays(device: str) -> Non
 @GPU[1]
 def test_expandable_segments() -> None:
     """torch's allocator grows its segments under the graphs."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/pipespec/test_first_minute.py", "-m", "gpu"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/pipespec/test_first_minute.py",
+        "-m",
+        "gpu",
+    ]
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     ran = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stdout[-4000:]

@@ -147,6 +147,7 @@ CALLS = {
     "penalties": Call(PENALTIES),
     "negative penalties": Call({"presence_penalty": -0.5, "frequency_penalty": -0.2}),
     "biases": Call(BIASES),
+    "another bias": Call(lambda text: {"logit_bias": {text[0][3]: -9.0}}),
     "penalties and biases, sampled": Call(PENALTIES | BIASES | FILTERED, is_special=False),
     "forbidden repetition": Call({"no_repeat_ngram_size": 1, "repetition_penalty": 1.2}, by_position=True),
     "biases of sequences": Call(
