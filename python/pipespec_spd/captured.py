@@ -13,11 +13,10 @@ from torch import nn
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import LayerLoop, PartsForm, check_outputs, probe, probe_cache, probe_inputs
-from pipespec.engine.fused import FusedForm
+from pipespec.engine.fused import FusedForm, check_separate, merge
 from pipespec.errors import NotCapturable
 from pipespec.models import families
 from pipespec.models.families import NotReadable
-from pipespec.models.merging import check_separate, merge
 from pipespec.models.parts import ModelParts
 from pipespec.schedules.base import warn_of_speed
 from pipespec_kernels import ops
@@ -79,7 +78,7 @@ class FusedParts(FusedForm, PartsForm):
 
 
 def fused_parts(parts: ModelParts) -> FusedParts:
-    """The fused form of parts, after its outputs agreed with those of their own modules. It merges their weights, see :mod:`pipespec.models.merging`.
+    """The fused form of parts, after its outputs agreed with those of their own modules. It merges their weights, see :func:`pipespec.engine.fused.merge`.
 
     Raises:
         NotReadable: A part has no operation there, or the outputs do not agree.

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pipespec.checks.models import check_architecture
 from pipespec.engine.cache import RowCache
-from pipespec.engine.inputs import static_capacity
+from pipespec.engine.chain import static_capacity
 from pipespec.engine.known import FUSED
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored, weight_files
