@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import LayerLoop, PartsForm, check_outputs, probe, probe_cache, probe_inputs
-from pipespec.engine.fused import FusedForm, check_separate, merge
+from pipespec.engine.fused import FusedForm, check_separate, merge, refused_operations
+from pipespec.engine.known import moving
 from pipespec.errors import NotCapturable
 from pipespec.models import families
 from pipespec.models.families import NotReadable
@@ -77,23 +78,26 @@ class FusedParts(FusedForm, PartsForm):
         return found.view(*x.shape[:2], -1)
 
 
-def fused_parts(parts: ModelParts) -> FusedParts:
-    """The fused form of parts, after its outputs agreed with those of their own modules. It merges their weights, see :func:`pipespec.engine.fused.merge`.
+def fused_parts(parts: ModelParts, model: PreTrainedModel) -> FusedParts:
+    """The fused form of parts of a model, after its outputs agreed with those of their own modules. It merges their weights, see :func:`pipespec.engine.fused.merge`.
 
     Raises:
         NotReadable: A part has no operation there, or the outputs do not agree.
     """
-    groups = families.of_one_input(parts)
-    check_separate(nn.ModuleList(parts.layers), groups)
-    merge(groups)
     static, given = over_static(parts), probe_inputs(parts)
     form = FusedParts(static)
     with torch.inference_mode():
         own = probe(LayerLoop(parts), probe_cache(parts), given)
         # The probes are steps of few rows. They also run through the products of wider ones.
         for form.narrow_rows in (0, MAX_ROWS):
-            check_outputs(parts, given, own, probe(form, probe_cache(static, static=True), given))
-    return form
+            with refused_operations():
+                ours = probe(form, probe_cache(static, static=True), given)
+            check_outputs(parts, given, own, ours)
+    groups = families.of_one_input(parts)
+    check_separate(model, groups)
+    with moving(model):
+        merge(groups)
+    return FusedParts(static)
 
 
 class CapturedLayers:
@@ -159,5 +163,6 @@ class CapturedLayers:
                 except NotCapturable as error:
                     self._graphs[key] = error.__cause__ = None  # which holds the memory of the capture
                     warn_of_speed(f"{error}; the host launches each kernel of its steps")
-                self.cache.set_lengths(held)
+                finally:
+                    self.cache.set_lengths(held)
         return self._graphs[key]

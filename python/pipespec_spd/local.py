@@ -9,36 +9,48 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.cached_text import prompt_chunks
 from pipespec.engine.chain import PREFILL_CHUNK
+from pipespec.engine.known import FUSED
 from pipespec.schedules.base import Decoder
 from pipespec_spd.decoding import PromptChunk, SpeculativeDriver, Streams
 from pipespec_spd.drafting import Drafter
 from pipespec_spd.machine import Entry
-from pipespec_spd.partition import LayerStage, Partition, Verifier, open_stages
+from pipespec_spd.partition import LayerStage, Partition, Verifier
+from pipespec_spd.sections import ModelSection, open_sections
 
 
 class LocalDriver(SpeculativeDriver):
     """All stages run in this process, one after the other."""
 
     def __init__(self, model: PreTrainedModel, partition: Partition, drafter: Drafter, native: bool = True) -> None:
-        super().__init__(partition, Verifier.of(model), drafter, native)
+        super().__init__(partition, Verifier.of(model, captured=True), drafter, native)
         self.model = model
-        self.stages = [LayerStage.of(model, partition, s) for s in range(partition.stages)]
+        self.stages = [LayerStage.of(model, partition, s, captured=True) for s in range(partition.stages)]
         self._adopted: RowCache | None = None
 
     @property
     def target(self) -> LocalDriver:
         return self
 
+    @property
+    def static_caches(self) -> bool:  # type: ignore[override]
+        """Whether the next call may run in captured steps."""
+        sections = self._sections
+        return self.native and all(s.own_form == FUSED and s.unsupported_reason() is None for s in sections)
+
+    @property
+    def _sections(self) -> list[ModelSection]:
+        return [*(stage.section for stage in self.stages), self.verifier.section]
+
     def for_fork(self) -> Decoder:
         # A call of another thread may have been under way in the caches.
         return LocalDriver(self.model, self.partition, self.drafter.for_fork(), self.native)
 
     def forget_stale(self) -> bool:
-        sections = [*(stage.section for stage in self.stages), self.verifier.section]
-        stale = [section.forget_stale() for section in sections]  # each of them
+        stale = [section.forget_stale() for section in self._sections]  # each of them
         return any(stale)
 
     def release(self) -> None:
@@ -67,7 +79,9 @@ class LocalDriver(SpeculativeDriver):
             begin = there
         for row, text in enumerate(texts):
             self._text[row, : len(text)] = text
-        for columns, at, real in prompt_chunks(self._text, begin, ends, False, lambda: PREFILL_CHUNK):
+        # Rows that are complete are fed padding, for which a static cache has so much room.
+        chunk = WIDTH if self._form == FUSED else PREFILL_CHUNK
+        for columns, at, real in prompt_chunks(self._text, begin, ends, False, lambda: chunk):
             self._feed(columns, at, real)
         for stage in self.stages:
             stage.cache.truncate(ends)
@@ -81,6 +95,8 @@ class LocalDriver(SpeculativeDriver):
         if cache is None:
             return super()._begin(end)
         begin = cache.restorable([min(pair) for pair in zip(cache.lengths, end, strict=True)])
+        if self._form == FUSED:
+            begin = [min(begin)] * len(begin)  # no row's padding then goes beyond the longest prompt
         if any(begin):
             states = cache.states(begin)
             for stage in self.stages:
@@ -98,14 +114,21 @@ class LocalDriver(SpeculativeDriver):
     def _open(self, rows: int, longest: int, max_positions: int) -> None:
         self._inbox: list[torch.Tensor | None] = [None] * self.partition.stages
         self._renew()
-        ends = [self.verifier.section]
-        self._form = open_stages(self.stages, ends, rows, longest, max_positions, native=self.native)
+        forms = {section.own_form for section in self._sections}
+        # The fused form decides on the caches, and a native one has to know what they take.
+        if FUSED in forms:
+            self._form = open_sections(self._sections, native=self.native and len(forms) == 1)
+        for stage in self.stages:
+            stage.open(rows, longest, max_positions)
+        if FUSED not in forms:
+            reserved = sum(stage.cache.nbytes for stage in self.stages)
+            self._form = open_sections(self._sections, native=self.native, reserved=reserved)
 
     def _renew(self) -> None:
         """Replace stages whose modules are no longer the model's, as after ``resize_token_embeddings()``."""
         self.partition.check(self.model.config.num_hidden_layers)
-        stages = [LayerStage.of(self.model, self.partition, s) for s in range(self.partition.stages)]
-        verifier = Verifier.of(self.model)
+        stages = [LayerStage.of(self.model, self.partition, s, captured=True) for s in range(self.partition.stages)]
+        verifier = Verifier.of(self.model, captured=True)
         self.stages = [
             old if old.section.parts == new.section.parts else new for old, new in zip(self.stages, stages, strict=True)
         ]

@@ -17,15 +17,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from pipespec.checks.models import check_architecture
+from pipespec.config import WIDTH
 from pipespec.engine.cache import RowCache
 from pipespec.engine.chain import static_capacity
-from pipespec.engine.known import FUSED
 from pipespec.models.families import IN_STAGES
 from pipespec.models.loading import is_gguf, load_config, load_model, read_stored, weight_files
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import text_config
 from pipespec_spd.captured import CapturedLayers
-from pipespec_spd.sections import ModelSection, open_sections
+from pipespec_spd.sections import ModelSection
 
 _INITIAL_CAPACITY = 1024
 """New tokens that a cache has room for at first. Its capacity doubles when it is full."""
@@ -134,24 +134,26 @@ class LayerStage:
     Args:
         parts: The layers, and what they need.
         stages: Stages of the model: the maximum number of positions that a step rolls back.
+        model: See :class:`pipespec_spd.sections.ModelSection`.
 
     Attributes:
         section: The layers' forward; :func:`pipespec_spd.sections.open_sections` chooses its form.
     """
 
-    def __init__(self, parts: ModelParts, stages: int = 1) -> None:
-        self._stages, self.section = stages, ModelSection(parts, captured=True)
+    def __init__(self, parts: ModelParts, stages: int = 1, model: PreTrainedModel | None = None) -> None:
+        self._stages, self.section = stages, ModelSection(parts, model)
         self.layers, self.first, self.config, self.embed = parts.layers, parts.first, parts.config, parts.embed
         self._cache: RowCache | None = None
         self._layers: CapturedLayers | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, partition: Partition, stage: int) -> LayerStage:
-        """Stage ``stage`` of a loaded model."""
+    def of(cls, model: PreTrainedModel, partition: Partition, stage: int, *, captured: bool = False) -> LayerStage:
+        """Stage ``stage`` of a loaded model. ``captured``: its steps may be CUDA graphs."""
         base, span = model.model, partition.span(stage)
         layers = [base.layers[i] for i in span]
         embed = base.embed_tokens if span.start == 0 else None
-        return cls(ModelParts(model.config, layers, span.start, base.rotary_emb, embed), partition.stages)
+        parts = ModelParts(model.config, layers, span.start, base.rotary_emb, embed)
+        return cls(parts, partition.stages, model if captured else None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,13 +171,13 @@ class LayerStage:
     def open(self, rows: int, longest: int, max_positions: int) -> None:
         """Start with empty rows. The storage of the previous call is reused if it fits.
 
-        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``max_positions`` positions of a row. In the fused form, it has
-        room for all of them, and some that pad a batch.
+        The cache has room for the ``longest`` prompt and some more tokens. :meth:`step` grows it, up to ``max_positions`` positions of a row. In the fused form it has
+        room for all of them, as :func:`pipespec.checks.calls.check_memory` counts.
         """
         capacity, cache, fused = min(max_positions, longest + _INITIAL_CAPACITY), self._cache, self.section.fused
         self._max_positions = max_positions
         if fused is not None:
-            capacity = static_capacity(max_positions + (longest if rows > 1 else 0))
+            capacity = static_capacity(max_positions - 1 + WIDTH)
         # The user may have moved or cast the model.
         is_alike = cache is not None and (cache.compute_dtype, cache.device) == (self.dtype, self.device)
         is_alike = is_alike and fused is (self._layers and self._layers.form)
@@ -225,33 +227,15 @@ class LayerStage:
         return hidden, {0: embedded} | streams if 0 in features else streams
 
 
-def open_stages(
-    stages: Sequence[LayerStage],
-    ends: Sequence[ModelSection],
-    rows: int,
-    longest: int,
-    max_positions: int,
-    *,
-    native: bool,
-) -> str:
-    """Start stages that run one after the other, and ``ends`` behind them, with empty rows. Returns their form, as :func:`open_sections`."""
-    sections = [*(stage.section for stage in stages), *ends]
-    # The fused form decides on the caches, and a native one has to know what they take.
-    form = open_sections(sections, native=native) if sections[0].own_form == FUSED else ""
-    for stage in stages:
-        stage.open(rows, longest, max_positions)
-    return form or open_sections(sections, native=native, reserved=sum(stage.cache.nbytes for stage in stages))
-
-
 class Verifier:
     """Final norm and LM head: the output of the last stage to logits."""
 
-    def __init__(self, norm: nn.Module, head: nn.Module, config: Any) -> None:
-        self.section = ModelSection(ModelParts(config, norm=norm, head=head), captured=True)
+    def __init__(self, norm: nn.Module, head: nn.Module, config: Any, model: PreTrainedModel | None = None) -> None:
+        self.section = ModelSection(ModelParts(config, norm=norm, head=head), model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Verifier:
-        return cls(model.model.norm, model.get_output_embeddings(), model.config)
+    def of(cls, model: PreTrainedModel, *, captured: bool = False) -> Verifier:
+        return cls(model.model.norm, model.get_output_embeddings(), model.config, model if captured else None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[rows, q, V]`` of the last residual stream, ``hidden [rows, q, H]``."""

@@ -35,7 +35,7 @@ from pipespec.api.base import BasePipeline
 from pipespec.api.prepare import CallOptions, PreparedCall
 from pipespec.checks.devices import rank_device
 from pipespec.engine.cache import RowCache
-from pipespec.engine.known import FUSED, NATIVE
+from pipespec.engine.known import NATIVE
 from pipespec.models.families import embedded
 from pipespec.models.parts import ModelParts
 from pipespec.process.ranks import START_S, RankError, rank_and_world
@@ -149,7 +149,7 @@ class RanksDriver(SpeculativeDriver):
                 self._streams = {s: line for s in self._remote if (line := self._ring.streams(s, Receiver)) is not None}
         if self._local is not None:
             self._local.open(rows, longest, max_positions)
-            self._form = self._form if self._form not in (NATIVE, FUSED) else self._local.form
+            self._form = self._form if self._form != NATIVE else self._local.form
 
     @delayed
     def _end(self) -> None:
@@ -169,8 +169,8 @@ class RanksDriver(SpeculativeDriver):
         for s in self._remote:
             busy, native = words[HEAD + 2 * s : HEAD + 2 * s + 2]
             self.clock.stage_seconds[s] = busy / 1e9
-            if self._form in (NATIVE, FUSED) and not native:
-                self._form = f"transformers: the stage of rank {self._rank_of[s]} is not {self._form}"
+            if self._form == NATIVE and not native:
+                self._form = f"transformers: the stage of rank {self._rank_of[s]} is not native"
         self._running = False
 
     def _await(self, line: Receiver, number: int, at: int = 1) -> tuple[list[int], Sequence[torch.Tensor]]:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipespec.engine.known import FUSED, NATIVE
+from pipespec.engine.known import NATIVE
 from pipespec_spd.decoding import Streams
 from pipespec_spd.link import Link, Receiver, Sender
-from pipespec_spd.partition import LayerStage, open_stages
+from pipespec_spd.partition import LayerStage
 from pipespec_spd.sections import open_sections
 
 CONTROL, BULK, STREAMS, LINES = range(4)
@@ -111,7 +111,8 @@ class StageServer:
         self.busy = 0.0
 
     def open(self, rows: int, longest: int, max_positions: int) -> None:
-        self.form = open_stages([self.stage], [], rows, longest, max_positions, native=self._native)
+        self.stage.open(rows, longest, max_positions)
+        self.form = open_sections([self.stage.section], native=self._native, reserved=self.stage.cache.nbytes)
         self.busy = 0.0
         self._held = [0] * rows
 
@@ -159,7 +160,7 @@ class StageServer:
         head, rows = Head._make(words[:HEAD]), self.stage.cache.rows
         if head.kind == END:
             at = HEAD + 2 * self._number
-            words[at : at + 2] = int(1e9 * self.busy), int(self.form in (NATIVE, FUSED))
+            words[at : at + 2] = int(1e9 * self.busy), int(self.form == NATIVE)
             self._leaving.send(words)
             return False
         positions, tokens = words[HEAD : HEAD + rows], words[HEAD + rows : HEAD + 2 * rows]

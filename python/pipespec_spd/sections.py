@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import LayerLoop, PartsForm
@@ -26,15 +27,15 @@ def stream_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 class ModelSection:
     """Parts of a model, called in the native form, on a GPU in the fused one, or in that of their own modules.
 
-    ``captured``: whether the fused form is for these parts. Its layers run over a static cache.
+    ``model``: that of the parts, whose weights the fused form moves. Its layers run over a static cache. None: there is no such form.
 
     The parts are modules of any LLaMA-like model. Their form is chosen as :func:`pipespec.engine.forward.forward` chooses that of a whole model, in
     :func:`open_sections`, when a sequence begins. Hidden states have the dtype of :func:`stream_dtype`. Results are inference tensors, and arguments
     are not changed.
     """
 
-    def __init__(self, parts: ModelParts, *, captured: bool = False) -> None:
-        self.parts, self._captured = parts, captured
+    def __init__(self, parts: ModelParts, model: PreTrainedModel | None = None) -> None:
+        self.parts, self._model = parts, model
         self._forms: Forms = {}
         self.use_modules()
 
@@ -54,7 +55,7 @@ class ModelSection:
     @property
     def own_form(self) -> str:
         """The form of ours that these parts may have: native or fused."""
-        return FUSED if self._captured and captured.captures(self.parts.device) else NATIVE
+        return FUSED if self._model is not None and captured.captures(self.parts.device) else NATIVE
 
     @property
     def fused(self) -> FusedParts | None:
@@ -84,7 +85,8 @@ class ModelSection:
         name, parts = self.own_form, self._read_parts()
         if name not in self._forms:
             self.use_modules()  # before another copy is made
-        make = (lambda: fused_parts(self.parts)) if name == FUSED else (lambda: native_form(parts, reserved))
+        model = self._model if name == FUSED else None
+        make = (lambda: native_form(parts, reserved)) if model is None else (lambda: fused_parts(self.parts, model))
         choice = choose(self._forms, parts, name, make)
         if choice.form is not None:
             self._call = choice.form

@@ -9,8 +9,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.activations import ACT2FN
+from transformers.generation.streamers import BaseStreamer
 
 from pipespec import Pipeline
+from pipespec.api import base
+from pipespec.engine.chain import static_capacity
 from pipespec.errors import NotCapturable
 from pipespec.schedules.base import SpeedWarning
 from pipespec.schedules.graphs import capture as capturing
@@ -85,6 +89,66 @@ def test_a_cache_of_the_caller(gpu: Emulator, model) -> None:
     text = pipe.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache, **options)
     assert torch.equal(text, wanted)
     assert cache.get_seq_length() == text.shape[1] - 1
+
+
+def test_rows_of_different_lengths_continue_from_a_cache(gpu: Emulator, model) -> None:
+    """A complete row is fed padding while a longer one is read: there is room for it."""
+    pipe, (ids, options) = SpeculativePipeline(copy.deepcopy(model), "ngram", stages=2), given("rows")
+    cache, plain, wanted_cache = DynamicCache(), Pipeline(copy.deepcopy(model), schedule="plain"), DynamicCache()
+    texts = [p.generate(ids, past_key_values=c, **options) for p, c in ((pipe, cache), (plain, wanted_cache))]
+    assert torch.equal(*texts)
+    more = random_prompts(1, seed=9, shortest=70, longest=70)[0]
+    longer = torch.cat([texts[0], more.repeat(len(ids), 1)], 1)
+    mask = torch.cat([options.pop("attention_mask"), torch.ones(len(ids), longer.shape[1] - ids.shape[1])], 1)
+    texts = [
+        p.generate(longer, attention_mask=mask.long(), past_key_values=c, **options)
+        for p, c in ((pipe, cache), (plain, wanted_cache))
+    ]
+    assert torch.equal(*texts)
+
+
+class Words(BaseStreamer):
+    """Code of a user, which sees the model within the call."""
+
+    def put(self, value: torch.Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_first_call_with_code_of_the_user(gpu: Emulator, model) -> None:
+    """The weights move within it."""
+    pipe, (ids, options) = SpeculativePipeline(copy.deepcopy(model), "ngram", stages=2), given("greedy")
+    wanted = Pipeline(copy.deepcopy(model), schedule="plain").generate(ids, **options)
+    assert torch.equal(pipe.generate(ids, streamer=Words(), **options), wanted)
+    assert pipe.report.stages[0].forward == "fused"
+
+
+def test_the_check_of_the_memory_counts_the_caches(gpu: Emulator, model, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, (ids, options) = [], given("rows")
+    monkeypatch.setattr(base, "check_memory", lambda models, **facts: asked.append(facts))
+    pipe = SpeculativePipeline(copy.deepcopy(model), "ngram", stages=2)
+    pipe.generate(ids, **options)
+    (facts,) = asked
+    assert facts["static"]
+    assert {s.cache.capacity for s in pipe._driver.stages} == {static_capacity(facts["limit"])}
+
+
+@pytest.mark.parametrize("part", ["activation", "layout"])
+def test_what_an_operation_does_not_take_runs_in_the_modules(gpu: Emulator, part: str) -> None:
+    model, (ids, options) = random_llama(3, layers=4), given("greedy")
+    if part == "activation":
+        for layer in model.model.layers:
+            layer.mlp.act_fn = ACT2FN["relu2"]
+        model.config.hidden_act = "relu2"
+    else:
+        down = model.model.layers[3].mlp.down_proj
+        down.weight = torch.nn.Parameter(down.weight.detach().t().contiguous().t())
+    wanted = Pipeline(copy.deepcopy(model), schedule="plain").generate(ids, **options)
+    pipe = SpeculativePipeline(model, "ngram", stages=2)
+    assert torch.equal(pipe.generate(ids, **options), wanted)
+    assert pipe.report.stages[0].forward.startswith("transformers")
 
 
 @pytest.mark.parametrize("why", ["a capture fails", "autocast", "native=False"])

@@ -20,7 +20,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -492,6 +492,15 @@ def _with_stand_ins(model: PreTrainedModel) -> PreTrainedModel:
     return cast("PreTrainedModel", copied(model)) if stand_ins else model
 
 
+@contextmanager
+def refused_operations() -> Iterator[None]:
+    """Raise :class:`NotReadable` for what an operation does not take."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise NotReadable(f"an operation does not take it: {error}") from error
+
+
 def _check(model: PreTrainedModel) -> None:
     """Raise :class:`NotReadable` unless the logits agree. The form of the check has the operations and the sums of the later one."""
     with torch.inference_mode(), _without_autocast(model.device.type):
@@ -510,10 +519,8 @@ def _check(model: PreTrainedModel) -> None:
         # The probes are steps of few rows. They also run through the products of wider ones.
         for narrow_rows in dict.fromkeys((form.narrow_rows, 0)):
             form.narrow_rows = narrow_rows
-            try:
+            with refused_operations():
                 ours = logits(form)
-            except (TypeError, ValueError) as error:
-                raise NotReadable(f"an operation does not take it: {error}") from error
             check_outputs(parts, texts, own, ours)
 
 
