@@ -33,7 +33,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 CALL_SECONDS = {"figures": 560, "tests": 340, "known": 540}
-"""By call, for its parts."""
+"""By call, for its parts: their limits, which add up to no more, and a build before them."""
 LAST_LINES = 12
 """Lines of the output of a failed part that the results keep."""
 
@@ -147,24 +147,23 @@ def parts_of(dry: bool) -> tuple[Part, ...]:
     marked = "gpu and not sanitizer"
     # One core each for the launcher's threads and the check itself.
     processes = max(1, min(12, len(os.sched_getaffinity(0)) - 2))
+    known: dict[str, Any] = {"processes": processes, "call": "known"}
     others = [f"--deselect={place}" for place in PLACES]
     return (
-        _tests("smoke", "gpu", (FIRST,), 45, processes=1, call=""),
-        _figures("step profile", "step_profile", 60),
-        _figures("kernels", "kernels", 90, "--quick", "--device", "cuda"),
+        _tests("smoke", "gpu", (FIRST,), 40, processes=1, call=""),
+        _figures("step profile", "step_profile", 55),
+        _figures("kernels", "kernels", 80, "--quick", "--device", "cuda"),
         _figures("rounds", "gpu_more", 130, "--only", "rounds", required=True),
-        _figures("dependent, rounds", "gpu_more", 60, "--only", "rounds 0", "rounds 4", variables=DEPENDENT),
-        _figures("long", "gpu_more", 90, "--only", "long"),
+        _figures("dependent, rounds", "gpu_more", 55, "--only", "rounds 0", "rounds 4", variables=DEPENDENT),
+        _figures("long", "gpu_more", 80, "--only", "long"),
         _figures("more", "gpu_more", 120, "--only", *rest),
-        _tests("places", "gpu and not sanitizer", PLACES, 90, processes=1),
+        _tests("places", "gpu and not sanitizer", PLACES, 80, processes=1),
         _tests("tests", marked, (*BY_RISK, *GPU_TESTS, *others), 110, processes=processes),
-        _figures("exact", "exact", 60, "--device", "cuda", "--quick", "--formats", *EXACT, call="tests"),
-        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 80, processes=1, required=False),
-        _tests("device", "not gpu", DEVICE_TESTS, 200, processes=processes, variables=ON_DEVICE, call="known"),
-        _generations(("1B", "8B"), (*ROWS, "static"), 300, *sizes),
-        _tests(
-            "dependent", marked, GPU_TESTS, 150, processes=processes, required=False, variables=DEPENDENT, call="known"
-        ),
+        _figures("exact", "exact", 45, "--device", "cuda", "--quick", "--formats", *EXACT, call="tests"),
+        _tests("memcheck", "gpu and sanitizer", GPU_TESTS[:1], 65, processes=1, required=False),
+        _tests("device", "not gpu", DEVICE_TESTS, 200, variables=ON_DEVICE, **known),
+        _generations(("1B", "8B"), (*ROWS, "static"), 210, *sizes),
+        _tests("dependent", marked, (*GPU_TESTS, *others), 130, required=False, variables=DEPENDENT, **known),
     )
 
 

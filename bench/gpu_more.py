@@ -238,8 +238,8 @@ def main() -> None:
         "quantised": more.quantised,
     }
     chosen = [name for name in parts if not options.only or {name, name.split()[0]} & set(options.only)]
-    if not chosen:
-        parser.error(f"--only must be some of: {', '.join(parts)}")
+    if unknown := set(options.only or ()).difference(chosen, (name.split()[0] for name in chosen)):
+        parser.error(f"--only: no part is named {', '.join(sorted(unknown))}; the parts are {', '.join(parts)}")
     for name in chosen:
         try:
             found["figures"][name] = parts[name]()

@@ -56,8 +56,8 @@ def samplers(logits: Tensor, tokens: Tensor, coupled: bool) -> dict[str, Call]:
 
 
 def attentions(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
-    """Attention of ``q [copies, B, Hq, Q, D]`` over all of ``k`` and ``v [copies, B, Hkv, S, D]``, whose last ``Q`` keys are the columns' own."""
-    if not find_spec("flash_attn"):
+    """Attention of ``q [copies, B, Hq, Q, D]`` over all of ``k`` and ``v [copies, B, Hkv, S, D]``, whose last ``Q`` keys are the columns' own. flash-attn takes 16 bits."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or not find_spec("flash_attn"):
         return {}
     from flash_attn import flash_attn_with_kvcache
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 
-from bench import planted
+from bench import gpu_more, planted
 from bench.gpu_more import AGREEMENT, More
 from pipespec import Pipeline
 from pipespec_kernels import ops
@@ -35,3 +38,14 @@ def test_the_products_of_captures(more: More, monkeypatch: pytest.MonkeyPatch) -
             with more.products(own):
                 pipe.generate(more.prompt(8), max_new_tokens=6, do_sample=False, pad_token_id=0)
             assert bool(calls) == own
+
+
+@pytest.mark.parametrize("only", [["figure"], ["rounds", "long 7"], ["batch of 8", "8"]])
+def test_names_of_no_part_are_refused(
+    only: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_more, "More", MagicMock())
+    monkeypatch.setattr(sys, "argv", ["gpu_more", "--json", "nowhere", "--only", *only])
+    with pytest.raises(SystemExit):
+        gpu_more.main()
+    assert f"no part is named {only[-1]}; the parts are rounds 0, " in capsys.readouterr().err

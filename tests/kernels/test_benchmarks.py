@@ -85,6 +85,8 @@ def test_rivals_of_other_libraries_get_the_same_problem(monkeypatch: pytest.Monk
     counts = torch.tensor([[3, 3], [2, 2]], dtype=torch.int32)
     assert accepted.tolist() == ops.verify(logits[1], tokens[1], *counts)[1].tolist()
     q, k, v = torch.randn(2, 2, 4, 3, 8), *torch.randn(2, 2, 2, 2, 40, 8)
+    assert rivals.attentions(q, k, v) == {}  # it takes 16 bits alone
+    q, k, v = (x.bfloat16() for x in (q, k, v))
     ours = ops.verify_attention(q[1], k[1], v[1], torch.tensor([37, 37]).int())
     torch.testing.assert_close(rivals.attentions(q, k, v)["flash-attn"](1).transpose(1, 2), ours)
 

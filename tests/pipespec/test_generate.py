@@ -189,6 +189,23 @@ def test_the_gain_that_the_controller_sees(model):
     assert report.to_dict()["gain"] == report.gain
 
 
+def test_a_call_within_a_call_keeps_what_packing_took(model):
+    inner, outer, ids = (
+        Pipeline(model, schedule="plain"),
+        Pipeline(noisy(model, 0.0), schedule="plain"),
+        torch.tensor([[5, 6]]),
+    )
+    inner.generate(ids, max_new_tokens=2)
+
+    def processor(_, scores):
+        inner.generate(ids, max_new_tokens=2)
+        return scores
+
+    outer.generate(ids, max_new_tokens=2, logits_processor=[processor])
+    assert inner.report.packing_seconds == 0
+    assert 0 < outer.report.packing_seconds < outer.report.seconds_to_first_token
+
+
 def test_the_report_adds_up(model):
     ids, mask = left_pad(random_prompts(5, seed=70))
     end = int(model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[1, ids.shape[1] + 6])

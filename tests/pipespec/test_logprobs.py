@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from pipespec import Pipeline, SpeedWarning
-from pipespec.engine.sampling import ScoreRecord, Selection, Step
+from pipespec.engine.sampling import SamplerOutput, ScoreRecord, Step
 from pipespec.schedules.graphs.buffers import StaticRecord
 from tests.conftest import left_pad, noisy, random_llama
 
@@ -75,7 +75,7 @@ def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
     def without_data(found, _):
         return logits.new_empty(rows, width, 1 + TOP), found.selected.new_empty(rows, width, TOP)
 
-    monkeypatch.setattr(Selection, "logprobs", without_data)
+    monkeypatch.setattr(SamplerOutput, "logprobs", without_data)
     rows, width = 3, 4
     record = ScoreRecord(rows, scores=True, logits=True, top_logprobs=TOP)
     with FakeTensorMode():
@@ -85,7 +85,7 @@ def test_captured_steps_wait_for_nothing(monkeypatch) -> None:
         selected = torch.empty(rows, width, dtype=torch.int32)
         counts = [torch.empty(rows, dtype=torch.int32) for _ in range(3)]
         step, whole = Step(selected, *counts), torch.empty(rows)
-        static.write(Selection(logits, logits.float(), selected, step, whole, torch.empty(rows, width)))
+        static.write(SamplerOutput(logits, logits.float(), selected, step, whole, torch.empty(rows, width)))
         with pytest.raises(DataDependentOutputException):
             int(selected[0, 0])
 

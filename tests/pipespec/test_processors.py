@@ -159,6 +159,21 @@ def test_the_processor_is_the_formula_of_vllm() -> None:
             assert float(got[row, token]) == pytest.approx(wanted, abs=1e-6)
 
 
+PENALTIES = {"presence_penalty": 0.9, "frequency_penalty": 0.35}
+BIASES = {"sequence_bias": {(5,): -9.0, (11,): 1.5}, "logit_bias": {7: 2.0, 9: float("-inf")}}
+
+
+def test_captured_buffers_are_those_of_the_call(target) -> None:
+    """Prompts, numbers and the number of biases change from call to call over the same buffers."""
+    one = {"repetition_penalty": 1.3, "sequence_bias": {(5,): -9.0}, "logit_bias": {7: 2.0}} | PENALTIES
+    negative = {"presence_penalty": -0.5, "frequency_penalty": -0.2}
+    cases = [{"repetition_penalty": 1.8}, PENALTIES, negative, BIASES, one]
+    with Pipeline(target, [noisy(target, 0.02)], lookahead=3, schedule="lockstep", graphs=True) as chain:
+        for i, case in enumerate([*cases, {}, *cases]):
+            ids, mask = left_pad(prompts(1 + i % 2))
+            compared(chain, ids, mask, do_sample=False, **case)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [

@@ -13,6 +13,7 @@ from pipespec.engine.forward import described as described_form
 from pipespec.models import tiled
 from pipespec.models.loading import load_model
 from pipespec.models.quantized import (
+    HeldMatrix,
     Int8Linear,
     QuantizedEmbedding,
     QuantizedExperts,
@@ -311,6 +312,26 @@ def test_a_worker_builds_the_same_experts(with_experts, is_on_gpu):
     )
     assert ours == theirs
     assert len(ours) == (5 if is_on_gpu else 6)
+    forms, theirs = (
+        {at: part.form for at, part in one.named_modules() if isinstance(part, HeldMatrix)} for one in (model, built)
+    )
+    assert forms == theirs
+    assert len({form.format for at, form in forms.items() if ".experts." in at}) == 2
+
+
+def test_hooks_stay_here():
+    """They may be anything, such as what no other process can have."""
+    model = quantized(make("llama", vocab_size=VOCABULARY), "q4_0")
+    linear = model.model.layers[0].mlp.up_proj
+    linear.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True)
+    linear.register_forward_pre_hook(lambda *_: None)
+    linear.register_state_dict_post_hook(lambda *_: None)
+    sent = pickle.loads(pickle.dumps(held_modules(model)))["model.layers.0.mlp.up_proj"]
+    for name, hooks in vars(linear).items():
+        if "_hooks" in name:
+            assert vars(sent)[name] == {}, name
+            assert type(vars(sent)[name]) is type(hooks)
+    assert linear._forward_hooks
 
 
 @pytest.mark.parametrize(

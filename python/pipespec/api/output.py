@@ -97,7 +97,7 @@ class Report:
         prompt_tokens: Tokens of the prompts of all rows, without padding.
         plain_step_seconds: Time of a step of the target without draft tokens, as the controller has measured it; None where it has not.
         prompt_tokens_reused: Tokens of the prompts that the target did not read, since it had their keys and values: from earlier calls, or from the caller.
-        packing_seconds: Time until the first token in which the native form read and packed weights, which only a first call does.
+        packing_seconds: Time until the first token in which the native form read and packed weights: in a first call, and after weights have changed.
         trace: Steps by name of the stage (``Pipeline(..., trace=N)``), see :meth:`pipespec_kernels.trace.TraceMemory.read`.
     """
 

@@ -148,7 +148,7 @@ class Progress:
 
     Attributes:
         seconds_to_first: Until the first step of the target; 0 before it.
-        packing_seconds: Of these, the time in which weights were read and packed.
+        packing_seconds: Of these, the time in which weights were read and packed, also by calls of the caller's code within this one.
         seconds: Of the call; 0 until it is finished.
         has_prompt: Whether the streamer has got the prompt, or an error of its own for it.
     """
@@ -167,7 +167,7 @@ class Progress:
         self._began = time.perf_counter()
         self._streamed = 0  # new tokens per row
         self.seconds_to_first = self.packing_seconds = self.seconds = 0.0
-        packing_seconds.set(0.0)
+        self._packed_before = packing_seconds.get()
         self.has_prompt = False
 
     def stream_prompt(self) -> None:
@@ -185,7 +185,7 @@ class Progress:
         raise_program_end()
         if not self.seconds_to_first:
             self.seconds_to_first = time.perf_counter() - self._began
-            self.packing_seconds = packing_seconds.get()
+            self.packing_seconds = packing_seconds.get() - self._packed_before
         self._check_model()
         text = self.text
         text.source = source

@@ -59,7 +59,7 @@ TABLE = 1 << 20
 """Bytes from which on a table's rows are compared only once they were read. The others stay in their file."""
 
 packing_seconds: ContextVar[float] = ContextVar("packing_seconds", default=0.0)
-"""Time in which the call of this context has read and packed weights. The call sets it to 0 when it begins."""
+"""Time in which the calls of this context have read and packed weights."""
 
 MOVING = 0.1
 """Share of the forwards' time in which weights move into huge pages, until all lie there. As much is lost in small pages."""

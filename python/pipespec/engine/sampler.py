@@ -20,9 +20,9 @@ from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.callers import run_processors
 from pipespec.engine.sampling import (
     LogitsProcess,
+    SamplerOutput,
     SamplingParams,
     ScoreRecord,
-    Selection,
     Step,
     float32_copy,
     ignored_prefix,
@@ -129,7 +129,7 @@ class Sampler:
             noise = Noise(self._seeds[rows], step.kv, inverse, cutoff, offset=1)
         selected = self._verify(processed, step, noise)
         if self._record is not None:
-            self._record.write(Selection(raw, processed, selected, step, inverse, cutoff), row or 0)
+            self._record.write(SamplerOutput(raw, processed, selected, step, inverse, cutoff), row or 0)
         return selected
 
     def _verify(self, logits: Tensor, step: Step, noise: Noise | None) -> Tensor:

@@ -384,7 +384,7 @@ class Step(NamedTuple):
     num_draft_tokens: Tensor
 
 
-class Selection(NamedTuple):
+class SamplerOutput(NamedTuple):
     """What a step has selected, and from what.
 
     Attributes:
@@ -452,7 +452,7 @@ class ScoreRecord:
         self.logprobs, self.top_ids = lists(top_logprobs is not None), lists(top_logprobs is not None)
         self._warpers = tuple(warpers)
 
-    def write(self, found: Selection, first_row: int = 0) -> None:
+    def write(self, found: SamplerOutput, first_row: int = 0) -> None:
         """Append what a step has selected. ``first_row``: row of the batch that is row 0 of the step."""
         own: list[Tensor | None] = [None, None]
         if self.top_logprobs is not None:

@@ -165,13 +165,15 @@ _HELD = (
 
 
 def held_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By their names, copies of the modules in int8 or in blocks on the meta device, which can be pickled."""
+    """By their names, copies of the modules in int8 or in blocks on the meta device, which can be pickled. They have no hooks."""
     found: dict[str, nn.Module] = {}
     within: tuple[str, ...] = ()  # joined matrices and experts hold their parts
     for name, module in model.named_modules():
         if isinstance(module, _HELD) and not name.startswith(within):
-            held = (*module.named_parameters(), *module.named_buffers())
-            found[name] = copied = copy.deepcopy(module, {id(own): _on_meta(own) for _, own in held})
+            memo: dict[int, Any] = {id(own): _on_meta(own) for own in (*module.parameters(), *module.buffers())}
+            spaces = [space for part in module.modules() for at, space in vars(part).items() if "_hooks" in at]
+            memo |= {id(hooks): type(hooks)() for hooks in spaces if isinstance(hooks, dict)}
+            found[name] = copied = copy.deepcopy(module, memo)
             for part in copied.modules():
                 if "source" in vars(part):
                     vars(part)["source"] = None  # a mapped file

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipespec.engine.cache import RowCache
 from pipespec.engine.chain import StageInputs
 from pipespec.engine.sampler import Sampler, SamplingKind
-from pipespec.engine.sampling import FusedPenalties, SamplingParams, ScoreRecord, Selection, Step
+from pipespec.engine.sampling import FusedPenalties, SamplerOutput, SamplingParams, ScoreRecord, Step
 from pipespec_kernels import ops
 
 _numbers = itertools.count(1)
@@ -109,7 +109,7 @@ class StaticRecord:
         """Start a call whose rows begin with prompts of these lengths."""
         self._starts.copy_(torch.tensor(starts, dtype=torch.int32))
 
-    def write(self, found: Selection, first_row: int = 0) -> None:
+    def write(self, found: SamplerOutput, first_row: int = 0) -> None:
         """See :meth:`pipespec.engine.sampling.ScoreRecord.write`."""
         selected, step = found.selected, found.step
         width = selected.shape[1]
