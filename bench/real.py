@@ -2,7 +2,7 @@
 
     python -m tools.real_models build/real
     python -m bench.run --target build/real/q15-hf --drafts build/real/q05-hf --dtype bfloat16 --reference plain --tuning 0 --chat-template \
-      --prompts code=humaneval.jsonl chat=mt_bench.jsonl --samples 2 --new-tokens 48 --repeats 3 --systems hf default "GGUF, default" --out run
+      --prompts code=humaneval.jsonl chat=mt_bench.jsonl --samples 2 --new-tokens 48 --repeats 2 --systems hf default "GGUF, default" --out run
     python -m bench.real run --json bench/results/real.json
     python -m bench.real bench/results/real.json --page docs/when-which.md
 
@@ -325,9 +325,10 @@ TABLE_ROWS = {
     "OpenVINO int4": "OpenVINO GenAI, 4 bits",
     "llama.cpp Q4_K_M, n-gram": "llama.cpp, Q4_K_M, n-gram drafts",
     PLAIN.name: "pipespec, target alone",
-    "default": "pipespec, default",
+    "default": "pipespec, default, 0.5B draft",
     f"{PACKED}, plain": "pipespec, Q4_K_M, target alone",
-    f"{PACKED}, default": "pipespec, Q4_K_M, default",
+    f"{PACKED}, default, no draft": "pipespec, Q4_K_M, default",
+    f"{PACKED}, default": "pipespec, Q4_K_M, default, 0.5B draft",
 }
 
 

@@ -1,5 +1,5 @@
-// The algorithms behind decoder_kernels.hpp, written once over a vector type. Included by each
-// decoder_*.cpp and by nothing else; in an unnamed namespace, see span_impl.hpp.
+// The algorithms behind decoder_kernels.hpp, written once over a vector type. Included by
+// kernels_impl.hpp and by nothing else; in an unnamed namespace, see span_impl.hpp.
 #pragma once
 
 #include <stdint.h>
