@@ -125,4 +125,4 @@ def test_a_results_file_has_rows_by_kind_of_prompt_and_over_all(tmp_path: Path) 
     assert (whole["worst_prompt_of_plain"], whole["same_text"], whole["first_token_ms"]) == (0.5, [2, 2], 625.0)
     assert (whole["tokens_per_step"], whole["steps_by_tokens"]) == (2.0, {1: 2, 3: 2})
     line = real.best_table(record).splitlines()[-1]
-    assert line == "| pipespec, default | 4.0 | 4.00x | 1.0 | 0.50x | 625 | 2/2 |"
+    assert line == "| pipespec, default, 0.5B draft | 4.0 | 4.00x | 1.0 | 0.50x | 625 | 2/2 |"
