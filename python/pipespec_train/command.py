@@ -51,6 +51,7 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("length", "N", int, 512, "maximum number of tokens of an example"),
         ("truncate", None, bool, False, "cut longer conversations instead of dropping them"),
         ("held-out", "PATH", str, [], "validate on these files", "+"),
+        ("states-of", "PATH", str, None, "read the hidden states from this form of the target, e.g. the GGUF file that will run"),
         ("keep-states", "FOLDER", Path, None, "keep the target's hidden states in files there, so that each text is read once"),
         ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
     ],
@@ -195,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     first = not dist.is_initialized() or dist.get_rank() == 0
     with quiet_transformers():
         examples, held, lost = _examples(args, settings.seed)
-        model, student = _load(args, examples, device)
+        model, student, reader = _load(args, examples, device)
     if first:
         tokens, trained = sum(len(e.ids) for e in examples), sum(int(e.wanted.sum()) for e in examples)
         parameters = sum(p.numel() for p in student.module.parameters() if p.requires_grad)
@@ -212,6 +213,7 @@ def run(args: argparse.Namespace) -> int:
         "resume": args.resume,
         "data": batches.digest(),
         "states": args.keep_states,
+        "reader": reader,
     }
     try:
         record = train(model, student, batches.__getitem__, settings, args.out, **more)
@@ -303,18 +305,27 @@ def _examples(args: argparse.Namespace, seed: int) -> tuple[Any, Any, Any]:
     return examples, held, lost
 
 
-def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[Any, Any]:
-    """The target, and the draft that is trained: a new one, or that of the run that is resumed."""
+def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[Any, Any, Any]:
+    """The target, the draft that is trained (a new one, or that of the run that is resumed), and the form of the target whose states it reads."""
     from pipespec.models.loading import load_model
-    from pipespec.models.properties import end_tokens
+    from pipespec.models.properties import end_tokens, text_config
     from pipespec_train import data
 
     with working("loading the target"):
         model = load_model(args.target, dtype=args.dtype, device=device)
+        reader = model if args.states_of is None else load_model(args.states_of, device=device)
+    shapes = [
+        [getattr(text_config(m.config), n) for n in ("num_hidden_layers", "hidden_size", "vocab_size")]
+        for m in (model, reader)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"--states-of {args.states_of} is another model than --target: layers, hidden size and vocabulary are {shapes[1]}, not {shapes[0]}"
+        )
     ids = None
     if args.vocabulary is not None:
         ids = data.frequent_tokens(examples, args.vocabulary, end_tokens(model))
-    return model, _student(args, model, ids)
+    return model, _student(args, model, ids), reader
 
 
 def _ranges(args: argparse.Namespace, config: Any) -> Any:

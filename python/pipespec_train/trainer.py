@@ -66,6 +66,7 @@ def train(
     resume: bool = False,
     data: str = "",
     states: Path | None = None,
+    reader: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """Train ``module`` and write module, checkpoint and record to ``folder``.
 
@@ -84,6 +85,7 @@ def train(
         resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step, position in the data, and time.
         data: Digest of the data. A checkpoint of other data is refused.
         states: Folder in which the target's hidden states are kept, so that no text is read twice.
+        reader: The target in the form in which it will run, for example out of a GGUF file: its hidden states and choices are those that ``module`` learns from. None: ``target``.
 
     Returns:
         The record: steps, tokens, seconds, settings, and the figures of each validation.
@@ -94,8 +96,9 @@ def train(
         RuntimeError: The loss is not finite.
     """
     run = _Run(target, PipelineStudent(module) if isinstance(module, DraftModule) else module, settings, folder, data)
-    if states is not None:
-        run.teacher = KeptStates(target, run.student.anchors, states)
+    reader = (target if reader is None else reader).eval()
+    keeps = partial(teacher_forward, reader, anchors=run.student.anchors)
+    run.teacher = keeps if states is None else KeptStates(reader, run.student.anchors, states)
     if resume:
         run.resume()
     else:
@@ -128,9 +131,7 @@ class _Run:
             )
         self.optimizers = _optimizers(student, settings)
         self.columns = student.columns.to(self.device)
-        self.teacher: Callable[[torch.Tensor], TeacherOutput] = partial(
-            teacher_forward, target, anchors=student.anchors
-        )
+        self.teacher: Callable[[torch.Tensor], TeacherOutput]
         self.step = self.tokens = self.position = 0
         self.rate, self.mean = settings.rate, math.nan
         self.history: list[dict[str, Any]] = []

@@ -181,6 +181,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--stages", "2"], "--stages is for --kind spd"),
         (["--kind", "spd", "--stages", "2", "--forward-steps", "2"], "--forward-steps is for --kind eagle3"),
         (["--forward-steps", "0"], "--forward-steps must be at least 1"),
+        (["--states-of", str(family_path("small"))], "is another model than --target"),
     ):
         assert main([*words, str(tmp_path / "x"), "--steps", "1", *more]) == 2
         assert message in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipespec.models.quantizing import quantized
 from pipespec_train import teacher
 from pipespec_train.heads import HeadStudent, head_for
 from pipespec_train.settings import TrainingSettings
@@ -61,3 +62,43 @@ def test_training_with_kept_states_is_the_same(target, tmp_path) -> None:
         train(target, student, batch, TrainingSettings(steps=4), folder, states=states)
         heads_trained.append(student.module.fc.weight.detach())
     torch.testing.assert_close(*heads_trained, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="blocks on a GPU are tiles")
+def test_a_draft_learns_from_the_form_that_will_run(target, tmp_path) -> None:
+    """The streams of a model in blocks are those of its own modules, and what a draft learns from."""
+    reader, ids = quantized(target, "q4_0"), texts()
+    found = teacher_forward(reader, ids, ANCHORS)
+    streams = reader(ids, output_hidden_states=True).hidden_states
+    for row, length in enumerate((12, 8)):
+        pairs = zip([*found.anchors.unbind(2), found.last], [*(streams[k] for k in ANCHORS), streams[-1]], strict=True)
+        assert max(distance(states[row, :length], want[row, :length]) for states, want in pairs) < 0.08
+    read = list[torch.Tensor]()
+
+    class Noting(HeadStudent):
+        def loss(self, batch, settings, step):
+            read.append(batch.last)
+            return super().loss(batch, settings, step)
+
+    def batch(number: int) -> TrainingBatch:
+        return TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    for states in (None, tmp_path / "states"):
+        student = Noting(head_for(target), target, steps=1)
+        train(
+            target,
+            student,
+            batch,
+            TrainingSettings(steps=1),
+            tmp_path / str(states is None),
+            states=states,
+            reader=reader,
+        )
+    own = teacher_forward(target, ids, ANCHORS).last[1, :8]
+    for last in read:
+        assert distance(last[1, :8], found.last[1, :8]) < 0.01
+        assert distance(last[1, :8], own) > 0.1
+
+
+def distance(found: torch.Tensor, want: torch.Tensor) -> float:
+    return float((found.float() - want).detach().norm() / want.detach().float().norm())
