@@ -105,8 +105,8 @@ ROWS: dict[str, dict[str, Any]] = {
     **{f"head x{n}": {"drafts": ["head"], "lookahead": n} for n in range(1, 7)},
     "head": {"drafts": ["head"]},
     "head, n-gram": {"drafts": ["ngram", "head"]},
-    **{f"{PACKED}, head x{n}": {"drafts": ["head"], "lookahead": n, "weights": {"draft 0": "q8_0"}} for n in (1, 2)},
-    f"{PACKED}, head": {"drafts": ["head"], "weights": {"draft 0": "q8_0"}},
+    **{f"{PACKED}, head x{n}": {"drafts": ["head"], "lookahead": n} for n in (1, 2)},
+    f"{PACKED}, head": {"drafts": ["head"]},
     "head in 8 bits x3": {"drafts": ["head"], "lookahead": 3, "weights": {"draft 0": "q8_0"}},
 }
 """Rows of ours: drafts, and options of the pipeline."""

@@ -10,7 +10,7 @@ import torch
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.head import DraftHead, HeadConfig, HeadDraft, is_head
+from pipespec.engine.head import BESIDE_BLOCKS, DraftHead, HeadConfig, HeadDraft, is_head
 from pipespec.engine.native import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import step_bytes
@@ -309,12 +309,18 @@ def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
 
 
 @ON_CPU
-def test_a_target_in_blocks(folder) -> None:
+@pytest.mark.parametrize(
+    ("of_target", "drafts", "of_draft"), [("q8_0", {}, BESIDE_BLOCKS), ("q4_0", {"drafts": "q5_0"}, "q5_0")]
+)
+def test_a_target_in_blocks(of_target, drafts, of_draft, folder) -> None:
     target, prompt = heads.make_target(seed=2), torch.tensor([[5, 6, 7, 8]])
-    with Pipeline(target, folder, lookahead=2, weights="q8_0") as pipe, Pipeline(target, weights="q8_0") as plain:
+    with (
+        Pipeline(target, folder, lookahead=2, weights={"target": of_target} | drafts) as pipe,
+        Pipeline(target, weights=of_target) as plain,
+    ):
         drafted, alone = (p.generate(prompt, max_new_tokens=12, do_sample=False) for p in (pipe, plain))
         assert torch.equal(drafted, alone)
-        assert "draft 0: q8_0 weights" in pipe.report.decisions
+        assert f"draft 0: {of_draft} weights" in pipe.report.decisions
 
 
 def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) -> None:
