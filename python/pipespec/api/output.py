@@ -212,8 +212,8 @@ class Report:
         for s in self.stages:
             verifies = (s.drafted, s.accepted, f"{s.acceptance_rate:.3f}") if s.drafted else ("-", "-", "-")
             lines.append(
-                f"{s.name:<12}{s.steps:>8}{verifies[0]:>10}{verifies[1]:>10}{verifies[2]:>7}{s.accepted_length:>8.2f}"
-                f"{s.rollbacks:>11}{s.wasted:>8}"
+                f"{s.name:<12}{s.steps:>8}{verifies[0]:>10}{verifies[1]:>10}{verifies[2]:>7}"
+                f"{f'{s.accepted_length:.2f}' if s.steps else '-':>8}{s.rollbacks:>11}{s.wasted:>8}"
             )
             if s.translated is not None:
                 notes.append(
