@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.forks import ran
+from tests.support.forks import Fork, ran
 from tests.waiting import SECONDS, until
 
 ROOT = Path(__file__).parents[1]
@@ -41,10 +41,12 @@ def run(script: str, *arguments: object, given: str = "") -> str:
 def served(folder: Path, *models: object) -> Iterator[str]:
     """The address of a server."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "pipespec.cli.main", "serve", "--port", "0", *map(str, models)]
+    command = ["-m", "pipespec.cli.main", "serve", "--port", "0", *models]
     with (
         (folder / "log").open("w+") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path}) as server,
+        Fork(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path}
+        ) as server,
     ):
         try:
             said = lambda: re.search(r"http://[\d.]+:\d+", (folder / "log").read_text())  # noqa: E731

@@ -21,7 +21,7 @@ def test_no_captured_text_differs(monkeypatch):
     real = exact.load_model
     monkeypatch.setattr(exact, "load_model", lambda path, *, dtype, device: real(path, dtype="float32"))
     monkeypatch.setitem(exact.FORMATS, "cuda", ("float32",))
-    assert exact.main(["--device", "cuda", "--prompts", "4", "--tokens", "12"]) == 0
+    assert exact.main(["--device", "cuda", "--prompts", "2", "--tokens", "12"]) == 0
 
 
 def test_a_text_that_differs_is_counted(monkeypatch, capsys):

@@ -16,6 +16,7 @@ from tests.conftest import left_pad, random_llama, random_prompts
 from tests.pipespec.test_remote import CALLS, NEW
 from tests.support.processes import everywhere, peers_of
 from tests.support.streamers import Recorder
+from tests.support.ways import driver_of
 from tests.waiting import until
 
 
@@ -66,7 +67,7 @@ def target_dies(paths: list[str]) -> None:
 
     def work(pipe: Pipeline) -> object:
         def die() -> None:
-            until(lambda: "" not in pipe._driver.forms, "both drafts take part in the call")
+            until(lambda: "" not in driver_of(pipe).forms, "both drafts take part in the call")
             os.kill(os.getpid(), signal.SIGKILL)
 
         return pipe.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=60, streamer=Recorder(9, die))

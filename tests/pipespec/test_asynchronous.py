@@ -17,6 +17,7 @@ from tests.conftest import always_right, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
 from tests.support.chains import in_process, plain
 from tests.support.processes import await_drafts, await_idle
+from tests.support.ways import driver_of
 from tests.waiting import drafts_keep_up, until
 
 NEW = 24
@@ -49,7 +50,7 @@ def test_draft_tokens_arrive_and_are_accepted(target, connected, drafts):
         assert report.draft_acceptance_rate == 1.0
         assert report.stages[-1].accepted >= (NEW - 1) // 2
         assert all(stage.steps > 0 for stage in report.stages)  # also of a draft that is no neighbour of the target
-        until(lambda: all(pipe._driver.forms), "each draft says how its model runs")
+        until(lambda: all(driver_of(pipe).forms), "each draft says how its model runs")
 
 
 def test_drafts_apply_the_processors_that_have_no_state(target, connected):

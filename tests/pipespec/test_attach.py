@@ -17,7 +17,9 @@ from pipespec.api.attach import attached
 from pipespec.demo import family_path
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
+from tests.support.forks import forks
 from tests.support.streamers import Recorder, failing
+from tests.support.ways import driver_of
 from tests.waiting import until
 
 NEW = 16
@@ -175,8 +177,8 @@ def test_what_cannot_be_attached_is_left_alone(model):
     assert "generate" not in vars(model)
 
 
-@pytest.mark.fresh_drafts
 def test_detach_ends_the_workers(model):
+    forks()  # a child, too
     before = children()
     pipe = pipespec.attach(model, noisy(model, 0.02), schedule="workers")
     (ids,) = random_prompts(1, seed=2)
@@ -270,7 +272,7 @@ def test_a_streamer_of_a_call_that_fails_before_its_first_token(model, pipe, mon
     def fails(request):
         raise OSError("made to fail")
 
-    monkeypatch.setattr(pipe._driver, "run", fails)
+    monkeypatch.setattr(driver_of(pipe), "run", fails)
     ids, recorder = torch.tensor([[5, 6, 7]]), Recorder()
     with pytest.warns(SpeedWarning, match="could not begin the call"):
         out = model.generate(ids, max_new_tokens=4, do_sample=False, streamer=recorder)

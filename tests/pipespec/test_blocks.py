@@ -17,6 +17,7 @@ from pipespec.engine.head import is_head
 from pipespec.models.properties import step_bytes
 from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
 from tests.pipespec import blocks, heads
+from tests.support.ways import driver_of
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a draft has failed
 
@@ -261,7 +262,6 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(target, folder, monkeypa
 # ---- the text
 
 
-@pytest.mark.parametrize("lookahead", [None, 3])
 @pytest.mark.parametrize(
     "drafts",
     [
@@ -272,7 +272,7 @@ def test_drafts_after_a_reused_prompt_and_a_given_cache(target, folder, monkeypa
     ],
     ids=["alone", "index", "model", "index and model"],
 )
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize(("kind", "lookahead"), [("dflash", 3), ("dspark", 3), ("dflash", None)])
 def test_a_block_before_other_drafts(kind, drafts, lookahead, target, tmp_path) -> None:
     """They verify its tokens, or pass them on, and go on where its block ends."""
     markov = "rnn" if kind == "dspark" else ""
@@ -310,9 +310,9 @@ def test_captured_steps_are_refused(target, folder) -> None:
 
 def test_a_block_is_priced_once_per_round(target, folder) -> None:
     with Pipeline(target, folder, graphs=False) as pipe:
-        control = pipe._driver.controller
+        control = driver_of(pipe).controller
         assert control._at_once
-        drafter = pipe._driver.models[0]
+        drafter = driver_of(pipe).models[0]
         own = sum(p.numel() for p in drafter.parameters()) + target.lm_head.weight.numel()
         assert drafter.step_bytes >= 4 * own
         assert control._relative_cost == drafter.step_bytes / step_bytes(target)

@@ -13,7 +13,7 @@ import pipespec
 from pipespec import Pipeline, SpeedWarning
 from pipespec.api.fallback import TRANSFORMERS
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
-from tests.pipespec.hostile import SURGERY, Turn
+from tests.pipespec.hostile import CALLS, SURGERY, Turn
 from tests.pipespec.tiny_models import TINY_MODELS, WINDOW, make
 from tests.support.caches import content, same_content
 from tests.support.texts import one_prompt as prompt
@@ -185,10 +185,6 @@ def test_layers_that_read_the_keys_of_others_keep_nothing(has_all_layers):
     assert pipe.report.trace["target"]["prefill"].sum() == 3
 
 
-class Own(DynamicCache):
-    """A cache of the caller's own class."""
-
-
 def _cropped_window(target: Any, ids: torch.Tensor) -> Any:
     cache = plain(target, ids, max_new_tokens=2, **DICT).past_key_values
     for layer in cache.layers:
@@ -198,11 +194,13 @@ def _cropped_window(target: Any, ids: torch.Tensor) -> Any:
 
 LEFT: dict[str, tuple[str, str, Any]] = {
     "static": ("llama", "is a StaticCache", lambda target, ids: StaticCache(config=target.config, max_cache_len=60)),
-    "own class": ("llama", "is a Own", lambda target, ids: Own()),
+    "own class": ("llama", "is a Rounded", lambda target, ids: CALLS["cache of a subclass"]()["past_key_values"]),
+    "own layers": ("llama", "methods or layers of its own", lambda target, ids: CALLS["cache with layers"]()["past_key_values"]),
+    "own update": ("llama", "methods or layers of its own", lambda target, ids: CALLS["cache with an update"]()["past_key_values"]),
     "unequal": ("llama", "other columns in some layers", lambda target, ids: _shorter_in_one_layer(target, ids)),
     "dtype": ("llama", "is not of torch.float32", lambda target, ids: _in_double(target, ids)),
     "window": (WINDOWED, "other columns in some layers", _cropped_window),
-}
+}  # fmt: skip
 
 
 def _shorter_in_one_layer(target: Any, ids: torch.Tensor) -> Any:
@@ -226,10 +224,10 @@ def test_other_states_are_left_to_transformers(name, through):
     kind, why, make_cache = LEFT[name]
     target = random_llama(6) if kind == "llama" else make(kind)
     ids = prompt(6, WINDOW + 5).clamp(max=target.config.vocab_size - 1)
-    cache = make_cache(target, ids)
+    cache, theirs = make_cache(target, ids), make_cache(target, ids)
     longer = torch.cat([ids, ids[:, :4]], 1)
     try:
-        wanted: Any = plain(target, longer, max_new_tokens=4, do_sample=False, past_key_values=copy.deepcopy(cache))
+        wanted: Any = plain(target, longer, max_new_tokens=4, do_sample=False, past_key_values=theirs)
     except RuntimeError as error:
         wanted = error
     pipe = Pipeline(target, schedule="plain") if through == "Pipeline" else pipespec.attach(target, schedule="plain")

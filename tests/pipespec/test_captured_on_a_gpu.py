@@ -21,6 +21,7 @@ from pipespec import Pipeline
 from pipespec.schedules.base import SpeedWarning
 from tests.conftest import noisy, random_llama
 from tests.pipespec.test_streams import DEVICES, GPU
+from tests.support.ways import driver_of
 
 ROOT = Path(__file__).parents[2]
 GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -205,12 +206,12 @@ def test_a_text_that_ends_does_not_wait_for_the_step_ahead(drafts: int) -> None:
         ids, first, call = prompt(target, 20), 6, SAMPLED | {"max_new_tokens": 256}
         new = pipe.generate(ids, **call)[0, ids.shape[1] :].tolist()
         assert new.index(new[first - 1]) == first - 1
-        counters = pipe._driver.scheduled.scheduler._launcher.native.counters
+        counters = driver_of(pipe).scheduled.scheduler._launcher.native.counters
 
         def waits(generate: Callable[[], object]) -> list[int]:
             found = []
             for _ in range(5):
-                pipe._driver._settle()
+                driver_of(pipe)._settle()
                 before = counters()["host_syncs"]
                 generate()
                 found.append(counters()["host_syncs"] - before)

@@ -491,10 +491,9 @@ def test_demo_where_a_row_does_not_run(family, capsys, monkeypatch):
     [
         ("2>&-", 0, True, ""),
         (">&-", 2, False, "standard output is closed"),
-        ("--report 2>{full}", 2, True, ""),
         ("--stages 3 2>&-", 2, False, ""),
         ("--stages 3 2>{full}", 2, False, ""),
-    ][: trials(ci=4, nightly=5)],
+    ][: trials(ci=3, nightly=4)],
 )
 def test_streams_that_are_closed_or_full(family, full, redirected, status, text, message):
     command = (
@@ -506,4 +505,13 @@ def test_streams_that_are_closed_or_full(family, full, redirected, status, text,
     assert done.returncode == status, done
     assert bool(done.stdout.strip()) == text
     assert message in done.stderr
+    assert "error" not in done.stdout
+
+
+def test_a_report_that_finds_no_room(family, full):
+    given = ["--target", family / "target", "--prompt", "xy", "--max-new-tokens", 4, "--report"]
+    with full.open("w") as stderr:
+        done = ran("-m", "pipespec.cli.main", "generate", *given, stderr=stderr, timeout=SECONDS)
+    assert done.returncode == 2
+    assert done.stdout.strip()
     assert "error" not in done.stdout

@@ -16,6 +16,7 @@ from pipespec.models.properties import step_bytes, weight_bytes
 from pipespec_kernels import _native
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.support.texts import one_prompt, same_text
+from tests.support.ways import driver_of
 from tests.trials import trials
 
 NEW = 48
@@ -371,7 +372,7 @@ def test_the_text_does_not_depend_on_what_is_chosen(model, monkeypatch, models, 
         ids, mask = left_pad([torch.cat([prompt, prompt]) for prompt in prompts])
         wants = {"max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None, **sampling}
         with Pipeline(model, schedule="plain") as plain, Pipeline(model, drafts) as pipe:
-            pipe._driver.controller = careless = Careless(trial)
+            driver_of(pipe).controller = careless = Careless(trial)
             for _ in range(2):
                 wanted = plain.generate(ids, attention_mask=mask, **wants)
                 got = pipe.generate(ids, attention_mask=mask, **wants)
@@ -410,7 +411,7 @@ def test_a_draft_that_may_pay_is_packed_before_the_text(model, relative_cost, fo
     """Packing takes longer than many steps: it is part of no round, and a draft that cannot pay is not packed."""
     draft = noisy(model, 0.02, seed=1)
     with Pipeline(model, [draft]) as pipe:
-        pipe._driver.controller = Resting(relative_cost)
+        driver_of(pipe).controller = Resting(relative_cost)
         pipe.generate(random_prompts(1, seed=3)[0][None], max_new_tokens=4, do_sample=False)
         assert pipe.report.stages[0].steps == 0
         assert described(draft, RowCache.for_model(draft, 1, 16)) == form
@@ -429,7 +430,7 @@ def test_a_draft_that_catches_up_measures_its_agreement(model):
     means = {}
     for name, draft in {"right": always_right(model), "wrong": always_wrong(model)}.items():
         with Pipeline(model, [draft], schedule="lockstep") as pipe:
-            pipe._driver.controller = control = Eager(0.2)
+            driver_of(pipe).controller = control = Eager(0.2)
             noted = []
             control.rates["model"].note_agreement = lambda *counts, noted=noted: noted.append(counts)
             pipe.generate(prompt, max_new_tokens=NEW, do_sample=False, eos_token_id=None)

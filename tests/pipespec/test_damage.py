@@ -17,6 +17,7 @@ from tests.conftest import VOCABULARY, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Stray
 from tests.support.processes import await_drafts, await_idle
 from tests.support.streamers import Recorder
+from tests.support.ways import driver_of
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up
 
@@ -166,7 +167,7 @@ def test_random_words_in_the_parts_of_drafts(models, drafts):
     done = threading.Event()
     with Pipeline(target, all_drafts[:drafts], schedule="workers", lookahead=4) as pipe:
         generate_with_all_drafts(pipe, texts)
-        block = pipe._driver.block
+        block = driver_of(pipe).block
         writers = [Garbage(block, block.parts_of(range(drafts)), seed) for seed in range(2)]
 
         def go_on() -> None:
@@ -203,7 +204,7 @@ def test_damage_of_the_header_ends_the_call(models, schedule):
     with Pipeline(target, drafts, schedule=schedule) as pipe:
 
         def damage() -> None:
-            pipe._driver.block.memory.array[8:128] = 255
+            driver_of(pipe).block.memory.array[8:128] = 255
 
         with pytest.raises(RuntimeError, match="the state block"):
             pipe.generate(PROMPTS[0][None], max_new_tokens=NEW, do_sample=False, streamer=Recorder(1, damage))

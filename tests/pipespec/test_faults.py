@@ -32,8 +32,10 @@ import os, sys, time, warnings
 import torch
 from pipespec import Pipeline
 from tests.conftest import noisy, random_llama
+from tests.support.forks import fork_drafts_here
 from tests.support.processes import peers_of
 
+fork_drafts_here()
 looks = [time.time() for _ in range(20)]
 assert max(looks) - min(looks) > 3600, "the clock does not jump"
 target, prompt = random_llama(3), torch.tensor([[5, 6, 7, 8]])

@@ -24,6 +24,7 @@ from pipespec.models.loading import load_config, load_model
 from pipespec.models.parts import ModelParts
 from pipespec.models.quantized import JoinedLinear, QuantizedExperts, QuantizedLinear
 from tests.pipespec.gguf_files import SIZES, tiny, write
+from tests.support.ways import driver_of
 
 pytest.importorskip("gguf")
 
@@ -437,7 +438,7 @@ def test_a_draft_in_blocks_runs_in_a_worker(tmp_path, case, types):
         wanted = pipe.generate(TEXT, **options)
     with Pipeline(tmp_path / "m.gguf", tmp_path / "m.gguf", schedule="workers") as pipe:
         assert torch.equal(pipe.generate(TEXT, **options), wanted)
-        assert pipe._driver.peers[0].failure() is None  # whether it has drafted in so short a text is a race
+        assert driver_of(pipe).peers[0].failure() is None  # whether it has drafted in so short a text is a race
 
 
 def test_of_a_table_in_blocks_the_rows_that_were_read_are_compared(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from tests.pipespec import checkpoints, heads
 from tests.pipespec.fake_gpu import Graph
 from tests.pipespec.test_native import make
 from tests.support.graph_emulator import Emulator
+from tests.support.ways import driver_of
 from tests.trials import PROFILE, trials
 
 pytest.importorskip("pipespec_kernels._cuda")
@@ -175,7 +176,7 @@ def test_without_memory_for_longer_texts_the_smallest_steps_are_captured(gpu, ca
     monkeypatch.setattr(GraphedStage, "capture_prompts", full)
     with gpu.watching(), warnings.catch_warnings(action="error"):
         session = Session(gpu, random_llama(7), "rounds")
-        assert all(not stage.all_buffers() for stage in session.pipe._driver.stages)
+        assert all(not stage.all_buffers() for stage in driver_of(session.pipe).stages)
         session.call("greedy")
     clean(gpu)
 
@@ -197,11 +198,11 @@ def test_keys_and_values_in_8_bits(gpu, how):
         drafts = [] if how == "plain" else [noisy(model, 0.05)]
         with Pipeline(model, drafts, kv_dtype="float8_e4m3fn", **HOW[how]) as pipe:
             found = texts(pipe)
-            for stage in pipe._driver.stages:
+            for stage in driver_of(pipe).stages:
                 cache = stage.buffers.cache
                 assert cache.dtype == torch.float8_e4m3fn
                 # As the memory of a call is checked.
-                counted = cache_bytes(stage.model, cache.rows, cache.capacity, pipe._driver.static_caches)
+                counted = cache_bytes(stage.model, cache.rows, cache.capacity, driver_of(pipe).static_caches)
                 assert counted == cache.nbytes_on()
                 assert stage.form == "fused"
             assert pipe.config.kv_dtype == "float8_e4m3fn"
@@ -227,7 +228,7 @@ def test_the_answers_stay_out_of_captured_rounds(gpu, monkeypatch):
     monkeypatch.setattr("pipespec.engine.ngram.ids_of_answers", lambda *_: answers)
     for draft, wanted in ((NgramDraft(), None), (NgramDraft(corpus=answers), answers.tolist())):
         with gpu.watching(), Pipeline(model, draft, **HOW["rounds"]) as pipe:
-            index = pipe._driver.stages[0]
+            index = driver_of(pipe).stages[0]
             assert index.spec.ids is not None
             assert (index._corpus if index._corpus is None else index._corpus.tolist()) == wanted
 
@@ -252,7 +253,7 @@ def test_a_layer_is_five_nodes(gpu, how, rows):
     with gpu.watching():
         session = Session(gpu, random_llama(7), how)
         session.call("greedy" if rows == 1 else "two")
-        graphs = [graph for stage in session.pipe._driver.stages for graph in stage.buffers.graphs.values()]
+        graphs = [graph for stage in driver_of(session.pipe).stages for graph in stage.buffers.graphs.values()]
     steps = [pair for graph in graphs for pair in zip(graph.steps, graph._graph.forwards, strict=True)]
     assert steps
     for step, recording in steps:
@@ -439,7 +440,7 @@ def test_products_that_a_replay_does_not_give_are_not_captured(gpu, kind, cause)
         named = rf"target cannot be captured .* model\.layers\.\d\.mlp\.up_proj \({kind.__name__}\): .*{cause}"
         with pytest.warns(Warning, match=named):
             pipe = Pipeline(target, random_llama(8), schedule="lockstep", graphs=True, lookahead=3, native=False)
-        assert set(pipe._driver.refused) == {1}
+        assert set(driver_of(pipe).refused) == {1}
         ids = random_prompts(1, seed=5, shortest=6)[0][None]
         text = pipe.generate(ids, max_new_tokens=8, do_sample=False)
         if kind is OutsideOfTorch:
@@ -562,7 +563,7 @@ def uninitialised_memory(patch, gpu):
 @fault("memory that has been freed", "head")
 def hidden_states_at_a_new_address(patch, gpu):
     session = yield "greedy"
-    features = session.pipe._driver.target.buffers.cache.features
+    features = driver_of(session.pipe).target.buffers.cache.features
     features._stored = features._stored.clone()  # a monkeypatch would keep the old one
     yield "greedy"
 

@@ -31,6 +31,7 @@ from pipespec_kernels.state import StateBlock
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.fake_gpu import FakeGpu
 from tests.pipespec.fake_gpu import Graph as FakeGraph
+from tests.support.ways import driver_of
 
 _cuda = pytest.importorskip("pipespec_kernels._cuda")
 
@@ -114,10 +115,10 @@ def test_what_is_captured_when(model, gpu):
         assert again == every
         assert captures(lambda: check(pipe, rows=3)) == captures(lambda: check(pipe)) == 0
         assert captures(lambda: check(pipe, new=150)) == every
-        scheduler = pipe._driver.scheduled.scheduler
+        scheduler = driver_of(pipe).scheduled.scheduler
         check(pipe)
-        assert pipe._driver.scheduled.scheduler is scheduler
-        pipe._driver.release()
+        assert driver_of(pipe).scheduled.scheduler is scheduler
+        driver_of(pipe).release()
         assert captures(lambda: check(pipe)) == every
 
 
@@ -140,7 +141,7 @@ def test_a_round_is_one_graph(model, gpu):
     pipe = chain(model, drafts=2, graphs=True)
     assert gpu.captured == 1
     gpu.log.clear()
-    driver = pipe._driver
+    driver = driver_of(pipe)
     start = StageInputs([torch.arange(2, 9, dtype=torch.int32).numpy()], [40], SamplingParams(), 320)
     for stage in driver.stages:
         stage.prepare(start)
@@ -166,7 +167,7 @@ def test_a_round_is_one_graph(model, gpu):
 def test_rounds_over_a_drafts_old_weights_are_dropped(model, gpu, monkeypatch):
     """Before the capture of new ones, for all numbers of rows and kinds of sampling, and no other graphs."""
     with chain(model, drafts=2, graphs=True) as pipe:
-        driver = pipe._driver
+        driver = driver_of(pipe)
 
         def graphs_of(rows: int):
             return next(buffers.graphs for buffers in driver.target.all_buffers() if buffers.cache.rows == rows)
@@ -205,7 +206,7 @@ def test_a_capture_leaves_the_text_in_the_caches(model, gpu):
     ids = random_prompts(1, seed=4, shortest=12)[0][None]
     with chain(model, schedule="streams") as pipe:
         first = pipe.generate(ids, return_dict_in_generate=True, **GREEDY)
-        driver = pipe._driver
+        driver = driver_of(pipe)
         before = gpu.captured
         store = driver.target.cache._stores[0]
         held = driver.target.cache.lengths[0]
@@ -230,7 +231,7 @@ def test_prompts_that_cannot_be_captured(model, gpu, how, monkeypatch):
     with chain(model, **how) as pipe:
         with pytest.warns(SpeedWarning, match=r"RuntimeError: no prompt; the host launches.*only its speed") as told:
             check(pipe)
-        assert len(told) == len(pipe._driver.stages)
+        assert len(told) == len(driver_of(pipe).stages)
         assert pipe.report.schedule == how["schedule"]
         check(pipe, new=9)
         assert gpu.prompts == 0
@@ -264,7 +265,7 @@ def test_no_two_stages_share_a_stream(model, gpu):
         torch.cuda.Stream()
     other = chain(copy.deepcopy(model), drafts=2, schedule="streams")
     check(pipe, rows=2)
-    streams = [resources.stream.cuda_stream for p in (pipe, other) for resources in p._driver.context.resources]
+    streams = [resources.stream.cuda_stream for p in (pipe, other) for resources in driver_of(p).context.resources]
     assert len(set(streams)) == len(streams) == 6
 
 
@@ -279,7 +280,7 @@ def test_no_garbage_is_collected_during_a_capture(model, gpu):
 
 def graphs_of(pipe):
     """The fake graphs that a pipeline's stages hold."""
-    held = [buffers.graphs.values() for stage in pipe._driver.stages for buffers in stage.all_buffers()]
+    held = [buffers.graphs.values() for stage in driver_of(pipe).stages for buffers in stage.all_buffers()]
     return [captured._graph for captured in itertools.chain(*held)]
 
 
@@ -306,7 +307,7 @@ def test_kernels_have_the_priority_of_their_stage(model, gpu):
         check(pipe)
         priorities = [
             {captured._graph.priority for buffers in stage.all_buffers() for captured in buffers.graphs.values()}
-            for stage in pipe._driver.stages
+            for stage in driver_of(pipe).stages
         ]
         assert priorities == [{-1}, {-1}, {0}]
     with chain(model, graphs=True) as pipe:
@@ -344,7 +345,7 @@ def test_after_a_capture_that_cannot_be_ended(model, gpu, how, newer):
     gpu.fails = lambda stage: None
     with warnings.catch_warnings(action="error"):
         check(pipe, new=30)
-    assert pipe._driver.remarks == ()
+    assert driver_of(pipe).remarks == ()
     pipe.close()
 
 
@@ -364,7 +365,7 @@ def test_no_pool_is_used_after_its_last_graph(model, gpu):
         pools = {graph.pool for graph in graphs_of(pipe)}
         assert len(pools) == 2  # the graphs of a stage share one
         gpu.held |= pools
-        pipe._driver.release()
+        driver_of(pipe).release()
         with warnings.catch_warnings(action="error"):
             check(pipe)
         assert pipe.report.schedule == "streams"
@@ -426,7 +427,7 @@ def runs_with_graphs(model, how, reason: str) -> None:
                 check(pipe, rows=rows, **sampling)
                 assert pipe.report.schedule == how["schedule"]
                 assert pipe.report.decisions is None
-        assert all(buffers.graphs for stage in pipe._driver.stages for buffers in stage.all_buffers())
+        assert all(buffers.graphs for stage in driver_of(pipe).stages for buffers in stage.all_buffers())
 
 
 @pytest.mark.parametrize("how", [*EVERY, PLAIN | {"exact": True}], ids=[*IDS, "plain", "exact"])
@@ -482,7 +483,7 @@ def test_a_model_that_cannot_be_captured_leaves_the_others_captured(model, gpu, 
         for rows, sampling in ((1, {}), (2, {}), (1, {"temperature": 0.8})):
             check(pipe, rows=rows, **sampling)
             assert pipe.report.schedule == how["schedule"]
-            held = [any(buffers.graphs for buffers in stage.all_buffers()) for stage in pipe._driver.stages]
+            held = [any(buffers.graphs for buffers in stage.all_buffers()) for stage in driver_of(pipe).stages]
             assert held == [i not in refused for i in range(3)]
         if how["schedule"] == "lockstep":
             assert pipe.report.stages[-1].accepted > 0
@@ -526,7 +527,7 @@ def test_graphs_of_a_server_are_bounded(model, gpu, how):
         for n in range(1, 9):
             for more in ({"output_logits": True}, {"output_scores": True}, {"logprobs": n}):
                 pipe.generate(ids, **options, **more)
-        held = [len(buffers.graphs) for stage in pipe._driver.stages for buffers in stage.all_buffers()]
+        held = [len(buffers.graphs) for stage in driver_of(pipe).stages for buffers in stage.all_buffers()]
         assert max(held) <= 16
         before = gpu.captured
         pipe.generate(ids, **options, logprobs=8)

@@ -18,6 +18,7 @@ from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.rounds import round_steps
 from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
 from tests.pipespec import heads
+from tests.support.ways import driver_of
 
 ON_CPU = pytest.mark.skipif(
     DEVICE != "cpu", reason="blocks, native forwards, and bfloat16 sums that do not depend on the width are for the CPU"
@@ -102,7 +103,7 @@ def test_a_head_takes_no_more_bytes_than_its_steps_need(folder, target, tmp_path
         size = sum(p.numel() for p in read) * expected.itemsize
         assert size <= head.step_bytes <= size + 8 * heads.DRAFTED + 64  # and the buffers
         with Pipeline(model, tmp_path, graphs=False) as pipe:
-            assert pipe._driver.controller._relative_cost == head.step_bytes / step_bytes(model)
+            assert driver_of(pipe).controller._relative_cost == head.step_bytes / step_bytes(model)
     head.half().save(tmp_path / "half", target)
     assert DraftHead.load(tmp_path / "half", target).dtype == torch.float16
 
@@ -400,7 +401,7 @@ def test_a_head_with_larger_buffers_than_its_target(folder, target, monkeypatch)
         def full(*arguments: Any) -> None:
             raise torch.OutOfMemoryError("planted: out of memory")
 
-        stage = pipe._driver.target
+        stage = driver_of(pipe).target
         with monkeypatch.context() as planted:
             planted.setattr(stage, "_make_cache", full)
             with pytest.raises(torch.OutOfMemoryError):
@@ -409,5 +410,5 @@ def test_a_head_with_larger_buffers_than_its_target(folder, target, monkeypatch)
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)  # a draft has failed
             assert torch.equal(pipe.generate(prompts, max_new_tokens=20, **call), expected)
-        drafting, verifying = (each.buffers.cache.capacity for each in pipe._driver.stages)
+        drafting, verifying = (each.buffers.cache.capacity for each in driver_of(pipe).stages)
         assert drafting > verifying

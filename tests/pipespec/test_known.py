@@ -23,6 +23,7 @@ from tests.conftest import noisy, random_llama, random_prompts
 from tests.pipespec import hostile
 from tests.pipespec.tiny_models import TINY_MODELS, make
 from tests.support.streamers import Recorder, failing
+from tests.support.texts import text_of
 from tests.trials import trials
 
 NEW = 16
@@ -188,28 +189,7 @@ def test_a_large_model_is_checked_in_turn():
     assert checks < large.nbytes >> 14
 
 
-# ---- caches, attentions, processors of the caller
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("cache of a subclass", "Rounded"),
-        ("cache with layers", "DynamicCache with methods or layers of its own"),
-        ("cache with an update", "DynamicCache with methods or layers of its own"),
-    ],
-)
-@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
-def test_a_cache_of_the_caller_is_used(model, name, kind, schedule):
-    wanted = bare(model, **hostile.CALLS[name]())
-    assert not torch.equal(wanted, bare(model))
-    pipe = pipespec.attach(model, noisy(model, 0.02) if schedule == "lockstep" else (), schedule=schedule)
-    with pytest.warns(SpeedWarning, match=rf"past_key_values is a {kind}"):
-        assert torch.equal(ours(model, **hostile.CALLS[name]()), wanted)
-    with pytest.warns(SpeedWarning, match="transformers' own loop"):
-        assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False, **hostile.CALLS[name]()), wanted)
-    assert pipe.report.schedule == "transformers"
-    assert pipe.report.tokens == NEW
+# ---- processors of the caller
 
 
 class Steps(LogitsProcessor):
@@ -480,12 +460,12 @@ def test_an_error_in_any_line_before_the_first_token(model, name, schedule):
             if out is None:  # something was committed, or the error counts as one of the streamer
                 assert is_of_streamer or pipe.partial.shape[1] > ids.shape[1], at
             else:
-                assert torch.equal(_text(out), _text(wanted)), at
-                assert not streamed or streamed == _text(out)[0].tolist(), at
+                assert torch.equal(text_of(out), text_of(wanted)), at
+                assert not streamed or streamed == text_of(out)[0].tolist(), at
                 fell_back += any("Injected" in str(w.message) for w in caught)
         pipespec.detach(model)
         pipespec.attach(model, drafts, schedule=schedule)
-        assert torch.equal(_text(ours(model, ids, **given)), _text(wanted)), at
+        assert torch.equal(text_of(ours(model, ids, **given)), text_of(wanted)), at
     assert fell_back > count // 4
 
 
@@ -511,10 +491,6 @@ def test_an_error_in_any_line_that_streams_the_prompt(model):
             assert streamer.record == (IDS.tolist(), wanted[0, IDS.shape[1] :].tolist(), 1)
             ends.append("streamed")
     assert ends[0] == ends[-1] == "streamed"  # before the streamer is called, and after it
-
-
-def _text(out: Any) -> torch.Tensor:
-    return out if isinstance(out, torch.Tensor) else out.sequences
 
 
 def test_errors_of_the_caller_come_out(model, attached):

@@ -14,6 +14,7 @@ from pipespec.errors import DoesNotFit
 from pipespec.models import loading
 from tests.conftest import noisy, random_llama
 from tests.pipespec.checkpoints import save
+from tests.support.ways import driver_of
 
 ERRORS = {
     "GPU": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -147,5 +148,5 @@ def test_captured_steps_belong_to_one_mode():
         for training in (False, False, True, True, False):
             target.train(training)
             pipe.generate(PROMPT, **GREEDY)
-            versions.append(pipe._driver.target.buffers.version)
+            versions.append(driver_of(pipe).target.buffers.version)
     assert [a == b for a, b in itertools.pairwise(versions)] == [True, False, True, False]

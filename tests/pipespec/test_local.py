@@ -8,6 +8,7 @@ import gc
 import os
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ from pipespec.schedules.base import StageFailure
 from pipespec_kernels.state import SharedMemory
 from tests.conftest import VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import CALLS, Faulty, Stopping, Telling
-from tests.support.forks import Fork
+from tests.support.forks import FRESH, Fork
 from tests.support.processes import (
     ENVIRONMENT,
     alive,
@@ -46,6 +47,7 @@ from tests.support.processes import (
     wake_ups,
 )
 from tests.support.streamers import Recorder
+from tests.support.ways import driver_of
 from tests.trials import trials
 from tests.waiting import SECONDS, drafts_keep_up, until
 
@@ -66,7 +68,7 @@ class Rig:
         return pids_of(self.pipeline)
 
     def lengths(self) -> list[int]:
-        return [self.pipeline._driver.block.length(stage, 0) for stage in range(3)]
+        return [driver_of(self.pipeline).block.length(stage, 0) for stage in range(3)]
 
     def await_full_lookahead(self) -> None:
         """Wait until the drafts are as far ahead as their lookahead allows. The target must rest meanwhile."""
@@ -240,7 +242,7 @@ def test_a_draft_that_is_ready_within_a_call_takes_part_in_it(rig):
 
     def await_it() -> None:
         await_drafts(rig.pipeline)
-        until(lambda: rig.pipeline._driver.block.counters(0, 0)["steps"] > 0, "the draft takes steps")
+        until(lambda: driver_of(rig.pipeline).block.counters(0, 0)["steps"] > 0, "the draft takes steps")
         taken.append(True)
 
     (message,) = rig.generate(do=await_it, at=5)
@@ -405,12 +407,13 @@ def test_without_free_descriptors_a_lost_draft_stays_lost_and_the_other_lives_on
     assert rig.pids[1] == other
 
 
-@pytest.mark.fresh_drafts
-def test_without_free_descriptors_none_leaks():
+def test_without_free_descriptors_none_leaks(monkeypatch):
     """However far a start comes before the process has as many files open as it may."""
     target = random_llama(3)
     draft = noisy(target, 0.1)
     Pipeline(target, draft, schedule="workers").close()  # shares the weights
+    monkeypatch.setattr(local, "_started", FRESH)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
 
     def count() -> int:
         gc.collect()
@@ -421,13 +424,16 @@ def test_without_free_descriptors_none_leaks():
         with few_descriptors(free), pytest.raises((OSError, RuntimeError), match="Too many open files"):
             SharedMemory.create([1 << 12] * 20)
         assert count() == before
-        starts = False
-        with few_descriptors(free), contextlib.suppress(OSError, RuntimeError):
-            Pipeline(target, draft, schedule="workers").close()
-            starts = True
+        reason = "no error"
+        try:
+            with few_descriptors(free):
+                Pipeline(target, draft, schedule="workers")
+        except (OSError, RuntimeError) as error:
+            reason = str(error)
         assert count() == before
-        if starts:
+        if "ended with status 1" in reason:  # it has started
             return
+    raise AssertionError(f"no process has started: {reason}")
 
 
 def test_processes_of_another_user_do_not_disturb_close(rig, monkeypatch):

@@ -14,6 +14,7 @@ from pipespec.engine.chain import as_draft
 from pipespec.engine.mtp import MtpDraft
 from tests.conftest import DEVICE, left_pad, random_prompts
 from tests.pipespec import heads
+from tests.support.ways import driver_of
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")  # a draft has failed
 
@@ -218,7 +219,7 @@ def test_the_layer_of_another_folder(tmp_path) -> None:
     assert isinstance(as_draft("mtp"), MtpDraft)
     target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).eval()
     with Pipeline(target, MtpDraft(tmp_path), lookahead=2) as pipe:
-        assert pipe._driver.models[0].config.where == f"the MTP layer of {tmp_path}"
+        assert driver_of(pipe).models[0].config.where == f"the MTP layer of {tmp_path}"
     narrow = AutoConfig.from_pretrained(tmp_path, intermediate_size=40)
     with pytest.raises(ValueError, match=r"(?s)is not one for the target's class.*size mismatch"):
         Pipeline(AutoModelForCausalLM.from_config(narrow).eval(), MtpDraft(tmp_path))

@@ -19,6 +19,7 @@ from tests.pipespec import heads
 from tests.pipespec.test_adapters import Lora, adapted
 from tests.pipespec.tiny_models import TINY_MODELS, VOCABULARY, make
 from tests.support.streamers import Recorder
+from tests.support.ways import driver_of
 
 CHUNK = 16
 LOCKSTEP = {"schedule": "lockstep", "lookahead": 4}
@@ -53,7 +54,7 @@ def said(pipe: Pipeline, prompt: torch.Tensor, **how: Any) -> tuple[torch.Tensor
 
 
 def store_of(pipe: Pipeline) -> Any:
-    return pipe._driver.target._store
+    return driver_of(pipe).target._store
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +101,7 @@ def test_rows_of_a_batch_begin_with_any_text(target):
 def test_the_least_recently_used_text_goes_first(target):
     with Pipeline(target, **PLAIN) as pipe:
         said(pipe, tokens(40, 1))
-        size = pipe._driver.target.cache.nbytes
+        size = driver_of(pipe).target.cache.nbytes
     pipe = Pipeline(target, **PLAIN, prefix_cache=3 * size)  # a cache that goes on is larger
     texts = [said(pipe, tokens(40, seed))[0] for seed in range(2)]
     texts[0], reused = said(pipe, longer(texts[0], 4))
@@ -128,7 +129,7 @@ def test_drafts_keep_theirs(target):
     pipe = Pipeline(target, noisy(target, 0.02), **LOCKSTEP)
     text, _ = said(pipe, tokens(40, 1))
     said(pipe, longer(text, 2))
-    assert [stage.reused for stage in pipe._driver.stages] == [text.shape[1] - 1] * 2
+    assert [stage.reused for stage in driver_of(pipe).stages] == [text.shape[1] - 1] * 2
 
 
 def test_workers_keep_theirs(target):
@@ -182,7 +183,7 @@ def test_a_head_has_the_hidden_states_of_a_kept_prefix(tmp_path):
     common = tokens(60, 1)
     said(pipe, longer(common, 2, 70))
     said(pipe, longer(common, 3, 70))  # copied
-    features = pipe._driver.target.cache.features
+    features = driver_of(pipe).target.cache.features
     assert features.begin == [0]
 
 
@@ -469,7 +470,7 @@ def test_a_full_cache_is_completed(options):
     ids = torch.cat([torch.randint(3, 300, (1, 60), generator=torch.Generator().manual_seed(i)) for i in (1, 2)])
     pipe = Pipeline(model, **options)
     ids = pipe.generate(ids, max_new_tokens=40, do_sample=False)[:, :90]
-    capacity = pipe._driver.target.cache.capacity
+    capacity = driver_of(pipe).target.cache.capacity
     new = capacity + 1 - ids.shape[1]
     how = {"max_new_tokens": new, "do_sample": False, "eos_token_id": ends_early(model, ids, new)}
     out = pipe.generate(ids, **how, return_dict_in_generate=True)
@@ -482,7 +483,7 @@ def test_an_interrupted_completion_leaves_no_other_tokens(target, monkeypatch):
     """Cache and text agree at any place of it."""
     pipe = Pipeline(target, **PLAIN)
     text, _ = said(pipe, tokens(40, 1))
-    stage = pipe._driver.target
+    stage = driver_of(pipe).target
     other = text[0].numpy().copy()
     other[41:] = 5
 
@@ -503,7 +504,7 @@ def test_a_captured_draft_that_could_not_be_prepared(target, monkeypatch):
     """The next call names the cause, or goes on."""
     pipe = Pipeline(target, noisy(target, 0.02), **LOCKSTEP, graphs=True)
     text, _ = said(pipe, tokens(60, 1))
-    own, (draft, _) = GraphedStage.prepare, pipe._driver.stages
+    own, (draft, _) = GraphedStage.prepare, driver_of(pipe).stages
     calls = []
 
     def prepare(stage: Any, inputs: Any) -> Any:

@@ -17,7 +17,7 @@ from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.forks import ran
 from tests.support.processes import ENVIRONMENT
 from tests.support.streamers import Held, Recorder
-from tests.support.ways import IN_THIS_PROCESS, opened
+from tests.support.ways import IN_THIS_PROCESS, driver_of, opened
 from tests.waiting import SECONDS
 
 PROMPT = random_prompts(1, seed=5, shortest=6)[0][None]
@@ -70,22 +70,21 @@ def test_a_cache_grows_with_the_text(model, chain, monkeypatch, rows):
     short = chain.generate(ids, attention_mask=mask, max_new_tokens=400, max_time=0.0)
     assert short.shape[1] == ids.shape[1] + 1
     chain.generate(ids[:, -4:].repeat(5, 1), max_new_tokens=400, max_time=0.0)
-    assert chain._driver.target._cache.capacity < 100
+    assert driver_of(chain).target._cache.capacity < 100
 
 
 # ---- drafts that write invalid tokens
 
 
 @pytest.mark.parametrize("garbage", [-1, 320, 10**6, -(2**31), 2**31 - 1])
-@pytest.mark.parametrize("drafts", [1, 2])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("drafts", "rows"), [(1, 3), (2, 1)])
 def test_token_ids_outside_of_the_vocabulary(model, monkeypatch, garbage, drafts, rows):
     """In a draft's sequence they are draft tokens that the target rejects."""
     ids, mask = left_pad(random_prompts(rows, seed=8, shortest=4))
     with Pipeline(
         model, [noisy(model, 0.02 * i) for i in range(drafts, 0, -1)], schedule="lockstep", lookahead=4
     ) as pipe:
-        first = pipe._driver._stages[0]
+        first = driver_of(pipe)._stages[0]
         real = first.prefill
 
         def prefill(*arguments) -> None:
@@ -202,8 +201,8 @@ def test_close_waits_for_the_call(model, how, monkeypatch):
     order, streamer = [], Held(1)
     streamer.end = lambda: order.append("ended")
     with opened(model, noisy(model, 0.02), how) as pipe, ThreadPoolExecutor(2) as threads:
-        close = pipe._driver.close
-        monkeypatch.setattr(pipe._driver, "close", lambda: (order.append("closed"), close()))
+        close = driver_of(pipe).close
+        monkeypatch.setattr(driver_of(pipe), "close", lambda: (order.append("closed"), close()))
         calling = threads.submit(pipe.generate, PROMPT, max_new_tokens=20, streamer=streamer)
         assert streamer.inside.wait(SECONDS)
         closing = threads.submit(pipe.close)

@@ -8,6 +8,7 @@ import torch
 from pipespec import NgramDraft, Pipeline
 from pipespec.schedules.graphs.rounds import LENGTHS, RoundLengths
 from tests.conftest import noisy, random_llama, random_prompts
+from tests.support.ways import driver_of
 
 
 def play(lengths: RoundLengths, rate: float, each: float, rounds: int = 160) -> list[int]:
@@ -73,13 +74,13 @@ def test_no_length_changes_a_text(rows: int) -> None:
         wanted = plain.generate(ids, **options).tolist()
     with Pipeline(target, [noisy(target, 0.05)], schedule="lockstep", graphs=True) as pipe:
         seen, accepted = set(), 0
-        note = pipe._driver.lengths.note
+        note = driver_of(pipe).lengths.note
 
         def noted(length: int, *given: object) -> None:
             seen.add(length)
             note(length, *given)
 
-        pipe._driver.lengths.note = noted
+        driver_of(pipe).lengths.note = noted
         for _ in range(2):
             assert pipe.generate(ids, **options).tolist() == wanted
             accepted += pipe.report.stages[-1].accepted

@@ -66,8 +66,7 @@ def models():
     return target, draft.eval()
 
 
-@pytest.mark.parametrize("kind", [TimeoutError, TooLate])
-@pytest.mark.parametrize("number", [1, 3], ids=["prefill", "step"])
+@pytest.mark.parametrize(("number", "kind"), [(1, TimeoutError), (3, TooLate)], ids=["prefill", "step"])
 @pytest.mark.parametrize("how", ["lockstep", "lockstep, captured", "spd"])
 def test_an_error_of_the_callers_while_a_draft_computes(models, how, number, kind):
     target, draft = models

@@ -22,7 +22,7 @@ from tests.conftest import noisy, random_llama, random_prompts
 from tests.support.grammars import Classes
 from tests.support.streamers import Held, Recorder
 from tests.support.texts import one_prompt, own_text
-from tests.support.ways import opened
+from tests.support.ways import driver_of, opened
 from tests.trials import trials
 from tests.waiting import SECONDS
 
@@ -267,11 +267,11 @@ def test_idle_slots_give_their_caches_up_where_memory_is_short(model, texts, mon
         inner = Recorder(1, lambda: pipe.generate(PROMPTS[1], max_new_tokens=NEW))
         pipe.generate(PROMPTS[0], max_new_tokens=NEW, streamer=inner)
         (other,) = pipe._others
-        assert other._driver.target._cache is not None
+        assert driver_of(other).target._cache is not None
         monkeypatch.setattr("pipespec.api.base.check_memory", lambda *args, release, **given: release())
-        pipe._driver.checked = (0, 0, 0)
+        driver_of(pipe).checked = (0, 0, 0)
         assert torch.equal(pipe.generate(PROMPTS[0], max_new_tokens=NEW), texts[0])
-        assert other._driver.target._cache is None
+        assert driver_of(other).target._cache is None
 
 
 def test_a_refused_call_of_a_further_slot_leaves_the_report(model, texts) -> None:
@@ -325,9 +325,9 @@ def test_a_further_slot_asks_the_idle_first_one_for_its_caches(model, texts) -> 
         (other,) = pipe._others
         with pipe._lock:
             other._release()
-        assert pipe._driver.target.cache is not None  # it was not idle
+        assert driver_of(pipe).target.cache is not None  # it was not idle
         other._release()
-        assert pipe._driver.target.cache is other._driver.target.cache is None
+        assert driver_of(pipe).target.cache is driver_of(other).target.cache is None
 
 
 def test_slots_share_the_budget_of_kept_texts(model) -> None:
@@ -335,9 +335,9 @@ def test_slots_share_the_budget_of_kept_texts(model) -> None:
         nested = Recorder(1, lambda: pipe.generate(PROMPTS[1], max_new_tokens=NEW))
         pipe.generate(PROMPTS[0], max_new_tokens=NEW, streamer=nested)
         slots = [pipe, *pipe._others]
-        assert [slot._driver.target._store.budget for slot in slots] == [500, 500]
+        assert [driver_of(slot).target._store.budget for slot in slots] == [500, 500]
         pipe.close()
-        assert pipe._driver.target._store.budget == 1000
+        assert driver_of(pipe).target._store.budget == 1000
 
 
 def test_close_inside_of_a_call_closes_nothing(model, texts) -> None:

@@ -37,6 +37,7 @@ from pipespec.schedules.graphs.rounds import round_steps
 from pipespec.schedules.lockstep import LockstepDriver
 from tests.conftest import always_right, always_wrong, left_pad, noisy, random_llama, random_prompts
 from tests.pipespec.faulty import Faulty
+from tests.support.ways import driver_of
 from tests.waiting import drafts_keep_up
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -108,7 +109,7 @@ def margin_where_they_part(target, wanted: torch.Tensor, got: torch.Tensor) -> f
 def test_buffers_and_scheduler_are_reused(model, expected):
     """Scheduler and static buffers stay from call to call, with other batches in between. Only a larger limit needs new ones."""
     with make(model, drafts_of(model, "g"), "streams") as pipe:
-        driver = pipe._driver
+        driver = driver_of(pipe)
         seen = []
         for rows, new in ((1, 9), (3, 9), (1, 12), (3, 5), (1, 70), (1, 10)):
             ids, mask = batch(rows)
@@ -404,7 +405,7 @@ def test_a_driver_is_collected_with_its_threads(model, no_thread_is_left):
     ids, _ = batch(1)
     pipe = make(model, drafts_of(model, "g"), "streams")
     pipe.generate(ids, **GREEDY)
-    held = weakref.ref(pipe._driver.target)
+    held = weakref.ref(driver_of(pipe).target)
     del pipe
     gc.collect()
     assert held() is None
@@ -432,7 +433,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
         pipe = Pipeline(model, draft, schedule="streams")
     assert len(told) == 1
     with pipe:
-        assert isinstance(pipe._driver, InThisProcess)
+        assert isinstance(driver_of(pipe), InThisProcess)
         pipe.generate(ids, **GREEDY)
         assert pipe.report.schedule == pipe.schedule == pipe.config.schedule == "workers"
     monkeypatch.setattr("pipespec.schedules.asynchronous.local.LocalDriver", no_processes)
@@ -441,7 +442,7 @@ def test_a_model_that_cannot_be_captured_runs_without_graphs(model, monkeypatch)
             pipe = Pipeline(model, draft, **how)
         assert len(told) == 1
         assert pipe.schedule == "lockstep"
-        assert not isinstance(pipe._driver, GraphedDriver)
+        assert not isinstance(driver_of(pipe), GraphedDriver)
 
 
 @pytest.mark.parametrize("ignores", [False, True])
@@ -531,7 +532,7 @@ def test_prompts_of_many_lengths(model, how, device) -> None:
             for _ in range(2):
                 found = pipe.generate(ids.to(device), attention_mask=mask.to(device), **GREEDY).cpu()
                 assert torch.equal(found, wanted), (rows, ids.shape)
-            used |= {width for buffers in pipe._driver.target.all_buffers() for width, _ in buffers.prompt_graphs}
+            used |= {width for buffers in driver_of(pipe).target.all_buffers() for width, _ in buffers.prompt_graphs}
     assert used >= {64, 512} or device == "cpu"
 
 

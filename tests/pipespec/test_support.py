@@ -16,6 +16,7 @@ from pipespec.errors import NotCapturable
 from pipespec.models.properties import quantisation
 from tests.conftest import always_right, noisy
 from tests.pipespec.checkpoints import PROMPT, Packed, on_gpu, packed, replaced, split
+from tests.support.ways import driver_of
 
 # ---- split, offloaded, sharded
 
@@ -44,7 +45,7 @@ def test_quantised_models_run_in_this_process(model, head, dtype):
                 assert torch.equal(found, wanted)
             else:  # the width of a forward decides near-ties
                 assert lag(target, found) < 0.02
-            assert pipe._driver.target._cache.dtype == dtype
+            assert driver_of(pipe).target._cache.dtype == dtype
     original = model.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(
         Pipeline(model, packed(noisy(model, 0.02)), schedule="lockstep").generate(PROMPT, max_new_tokens=12), original

@@ -33,6 +33,7 @@ from tests.pipespec.test_fused import check_static_logits
 from tests.pipespec.test_graph_emulator import HOW
 from tests.pipespec.test_native import make
 from tests.support.graph_emulator import Emulator
+from tests.support.ways import driver_of
 
 SIZES = gguf_files.LARGE | {"vocab_size": VOCABULARY}
 MIXED = {"blk.0.attn_v": "q6_k", "blk.1.ffn_up": "q5_1", "token_embd": "q6_k", "output": "q8_0", "": "q4_k"}
@@ -358,7 +359,7 @@ def test_captured_texts_of_a_file(gpu, files, on_the_cpu, how, kind, exact):
         with Pipeline(target, [] if how == "plain" else [draft], exact=exact, **HOW[how]) as pipe:
             text = pipe.generate(ids, **options)
             assert pipe.report.schedule == HOW[how]["schedule"]
-            for stage in pipe._driver.stages:
+            for stage in driver_of(pipe).stages:
                 assert described_form(stage.model, stage.buffers.cache) == ("fused, exact" if exact else "fused")
     twin.set_attn_implementation("sdpa")
     with Pipeline(twin, schedule="plain") as alone:

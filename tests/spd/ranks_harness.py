@@ -27,6 +27,7 @@ from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind
 from tests.support.processes import everywhere
 from tests.support.streamers import failing
+from tests.support.ways import driver_of
 from tests.trials import PROFILE
 from tests.waiting import SECONDS
 
@@ -114,7 +115,7 @@ def run_calls(folder: str, world: int, stages: int, kind: str, dtype: torch.dtyp
         with patient(folder, made(kind, rank), stages=stages, dtype=dtype) as pipe:
             if not pipe.has_target:
                 return pipe.serve()
-            out, driver, highest = [], pipe._driver, [0]
+            out, driver, highest = [], driver_of(pipe), [0]
             collect = driver._collect_chunks
 
             def counted(left):
@@ -132,7 +133,7 @@ def run_calls(folder: str, world: int, stages: int, kind: str, dtype: torch.dtyp
                 got = pipe.generate(ids, **options)
                 text = got if isinstance(got, torch.Tensor) else got.sequences
                 report = pipe.report
-                sums = sorted(getattr(pipe._driver.drafter, "sums", {}).items())
+                sums = sorted(getattr(driver_of(pipe).drafter, "sums", {}).items())
                 form = report.stages[0].forward
                 out.append(
                     [text.tolist(), report.cycles, report.accepted, sums, len(report.stage_seconds), form, highest[0]]

@@ -21,6 +21,7 @@ from pipespec.schedules.graphs import capture as capturing
 from pipespec_spd import SpeculativePipeline, captured
 from tests.conftest import left_pad, noisy, random_llama, random_prompts
 from tests.support.graph_emulator import Emulator
+from tests.support.ways import driver_of
 
 pytest.importorskip("pipespec_kernels._cuda")
 CALLS = {
@@ -132,7 +133,7 @@ def test_the_check_of_the_memory_counts_the_caches(gpu: Emulator, model, monkeyp
     pipe.generate(ids, **options)
     (facts,) = asked
     assert facts["static"]
-    assert {s.cache.capacity for s in pipe._driver.stages} == {static_capacity(facts["limit"])}
+    assert {s.cache.capacity for s in driver_of(pipe).stages} == {static_capacity(facts["limit"])}
 
 
 @pytest.mark.parametrize("part", ["activation", "layout"])

@@ -34,6 +34,7 @@ from tests.conftest import random_llama
 from tests.spd.drafters import Blind
 from tests.spd.ranks_harness import LAYERS, calls, made
 from tests.support.processes import ENVIRONMENT, program
+from tests.support.ways import driver_of
 from tests.trials import trials
 from tests.waiting import SECONDS, own_lines, until
 
@@ -334,7 +335,7 @@ def test_what_a_lost_rank_leaves_open():
     with pytest.raises(ArithmeticError):
         pipe.close()
     assert pipe._link.sent == [1, 2]
-    assert (pipe._driver.closed, pipe._link.closed) == (1, 1)
+    assert (driver_of(pipe).closed, pipe._link.closed) == (1, 1)
 
 
 # ---- refused before anything is loaded or connected

@@ -18,6 +18,7 @@ from pipespec_spd.drafting import NgramDrafter
 from pipespec_spd.model_drafter import ModelDrafter
 from tests.conftest import DEVICE, VOCABULARY, left_pad, noisy, random_llama, random_prompts
 from tests.spd.drafters import Blind, Failing, Known
+from tests.support.ways import driver_of
 from tests.trials import trials
 
 LAYERS = 5
@@ -142,8 +143,8 @@ def test_caches_go_on(model, drafter, begin):
     assert cache is None or one.past_key_values is cache
     ids = torch.cat([one.sequences, PROMPT], 1)
     fed = []
-    real = pipeline._driver._run
-    pipeline._driver._run = lambda columns, *rest, **kw: fed.append(columns.shape[1]) or real(columns, *rest, **kw)
+    real = driver_of(pipeline)._run
+    driver_of(pipeline)._run = lambda columns, *rest, **kw: fed.append(columns.shape[1]) or real(columns, *rest, **kw)
     with nullcontext() if drafter == "ngram" else pytest.warns(SpeedWarning, match="lacks what this drafter reads"):
         two = greedy(pipeline, ids, return_dict_in_generate=True, past_key_values=one.past_key_values)
     assert torch.equal(two.sequences, greedy(model, ids))
@@ -170,7 +171,7 @@ def test_caches_grow_with_the_text(model, good, monkeypatch):
     got = greedy(pipeline, ids, 90, attention_mask=mask)
     assert torch.equal(got, greedy(model, ids, 90, attention_mask=mask))
     greedy(pipeline, ids[:, -4:].repeat(2, 1), 300, max_time=0.0)
-    assert pipeline._driver.stages[0].cache.capacity < 20
+    assert driver_of(pipeline).stages[0].cache.capacity < 20
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64])
@@ -251,7 +252,7 @@ def test_what_a_drafter_sees(model, stages):
 def test_caches_hold_what_the_machine_says(model, good):
     """After every cycle, flushes included, the cache of each stage at the machine's lengths agrees with the text."""
     pipeline = SpeculativePipeline(model, noisy(model, 0.05), stages=3)
-    driver, flushes = pipeline._driver, 0
+    driver, flushes = driver_of(pipeline), 0
     real = driver.machine.commit
 
     def commit(drafts, chosen):
@@ -314,7 +315,7 @@ def test_logits_of_a_drafter_s_own(model, setting):
 def test_a_stage_that_fails_and_an_interrupted_call(model, good, error):
     """The call ends with the error, and the next one has its whole text."""
     pipeline = SpeculativePipeline(model, good, stages=[2, 2, 1])
-    stage = pipeline._driver.stages[1]
+    stage = driver_of(pipeline).stages[1]
     real, seen = stage.step, []
 
     def fails(*arguments):

@@ -43,7 +43,9 @@ class Forks:
         with theirs:
             if here:
                 if (pid := os.fork()) == 0:
-                    self._own.close()
+                    gc.freeze()  # nothing that is held here closes a descriptor that has its number later
+                    for begin, end in ((3, theirs.fileno()), (theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))):
+                        os.closerange(begin, end)  # their other ends wait for it
                     os.setpgid(0, 0)
                     _serve(theirs)
                     os._exit(0)
@@ -86,10 +88,10 @@ _made: Forks | None = None
 
 
 def forks(here: bool = False) -> Forks:
-    """Of this process."""
+    """Of this process, also where it is a fork of one that has such a process."""
     global _made
-    if _made is None:
-        _made = Forks(here)
+    if _made is None or _made.owner != os.getpid():
+        _made = Forks(here or _made is not None)
         atexit.register(_made.close)
     return _made
 
@@ -134,8 +136,6 @@ def ran(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
 
 def draft(fd: int) -> subprocess.Popen[bytes]:
     """As ``pipespec.schedules.asynchronous.local._started``."""
-    if os.getpid() != forks().owner:  # a fork of this process, which would not be the parent
-        return FRESH(fd)
     try:
         directory = os.getcwd()
     except FileNotFoundError:

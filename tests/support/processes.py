@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from tests.support.forks import ran
+from tests.support.ways import driver_of
 from tests.waiting import SECONDS, own_lines, until
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +92,7 @@ def few_descriptors(free: int) -> Iterator[None]:
 
 def peers_of(pipe: Any) -> Mapping[int, Any]:
     """By stage."""
-    peers: Mapping[int, Any] = pipe._driver.peers
+    peers: Mapping[int, Any] = driver_of(pipe).peers
     return peers
 
 
@@ -115,8 +116,8 @@ def await_drafts(pipe: Any) -> None:
     """Wait until every draft takes part again. Those that are lost have been started again by a call."""
 
     def all_take_part() -> bool:
-        pipe._driver.tend()
-        return all(pipe._driver.block.is_alive(i) and peer.failure() is None for i, peer in peers_of(pipe).items())
+        driver_of(pipe).tend()
+        return all(driver_of(pipe).block.is_alive(i) and peer.failure() is None for i, peer in peers_of(pipe).items())
 
     until(all_take_part, "all drafts take part")
 

@@ -19,3 +19,8 @@ def opened(target: Any, drafts: Any, how: str, **options: Any) -> Iterator[Any]:
         return
     with Pipeline(target, drafts, schedule=schedule, graphs=bool(captured) or None, **options) as pipe:
         yield pipe
+
+
+def driver_of(pipe: Any) -> Any:
+    """What runs the stages of a pipeline. Tests reach it here only."""
+    return pipe._driver

@@ -1,12 +1,12 @@
 """``pipespec spd train``: from files to a module that loads; refusals; several processes."""
 
 import json
+import subprocess
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
 from pipespec.cli.main import main
@@ -16,6 +16,7 @@ from pipespec_spd.partition import Partition
 from pipespec_train import recipe
 from pipespec_train import trainer as training
 from tests.conftest import random_llama
+from tests.support.forks import Fork
 from tests.train.test_data import LLAMA, TALK
 from tests.train.test_training import lines
 from tests.waiting import SECONDS
@@ -163,7 +164,7 @@ def test_recipes(tmp_path: Path) -> None:
 SETTINGS = training.TrainingSettings(steps=3, rate=2e-3, validate_every=3, seed=1)
 
 
-def share(index: int, rank: int, folder: str) -> None:
+def share(rank: int, folder: str) -> None:
     """One of two processes."""
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
@@ -178,9 +179,10 @@ def share(index: int, rank: int, folder: str) -> None:
 
 
 def test_two_processes_equal_one_that_accumulates(tmp_path: Path) -> None:
-    other = mp.spawn(share, args=(1, str(tmp_path)), nprocs=1, join=False)
-    share(0, 0, str(tmp_path))
-    assert other.join(SECONDS)
+    code = "import sys; from tests.train.test_command import share; share(1, sys.argv[1])"
+    with Fork(["-c", code, tmp_path], stdin=subprocess.DEVNULL) as other:
+        share(0, str(tmp_path))
+        assert other.wait(SECONDS) == 0
     target = random_llama(0, layers=4, hidden=32)
     module = DraftModule.of_target(target, DraftModuleConfig.for_target(target, Partition.uniform(4, 2).ranges))
     alone = training.train(

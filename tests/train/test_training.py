@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import multiprocessing as mp
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from pipespec_train.teacher import teacher_forward
 from pipespec_train.trainer import TrainingBatch
 from tests.conftest import VOCABULARY, random_llama
 from tests.spd.replay import Machine
+from tests.support.forks import ran
 from tests.waiting import SECONDS
 
 
@@ -202,19 +202,16 @@ def fresh_with_dropout(target: LlamaForCausalLM) -> DraftModule:
 
 
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """Both runs have fresh processes, as a user's: the state in which other tests leave this one has no part in them."""
+    """Both runs have processes of their own: the state in which other tests leave this one has no part in them."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
+    code = "import sys; from tests.train.test_training import *; {}"
 
-    def ended(work: Any, *args: Any, **how: Any) -> int | None:
-        child = mp.get_context("spawn").Process(target=work, args=args, kwargs=how)
-        child.start()
-        child.join(SECONDS)
-        return child.exitcode
-
-    assert ended(killed_by_the_system, str(whole), str(cut)) == -signal.SIGKILL
+    ended = ran("-c", code.format("killed_by_the_system(*sys.argv[1:])"), whole, cut, timeout=SECONDS)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
     saved = torch.load(cut / training.CHECKPOINT, weights_only=True)
     assert (saved["step"], saved["position"]) == (12, 24)
-    assert ended(train_with_dropout, str(cut), lines, resume=True) == 0
+    ended = ran("-c", code.format("train_with_dropout(sys.argv[1], lines, resume=True)"), cut, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
     assert (cut / WEIGHTS_FILE).read_bytes() == (whole / WEIGHTS_FILE).read_bytes()
     record, expected = (json.loads((folder / training.RECORD).read_text()) for folder in (cut, whole))
     assert record["tokens"] == expected["tokens"] == 24 * 2 * lines(0).ids.numel()

@@ -1,6 +1,9 @@
 """Text that a target writes: prompts from templates, answers in batches, and a run that continues."""
 
 import json
+import logging
+import sysconfig
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -27,12 +30,14 @@ def test_every_template_takes_every_topic_in_an_order_of_the_seed(tmp_path):
     assert any(prompts != prompts_of(file, seed) for seed in range(1, 9))
 
 
-def test_functions_end_with_their_docstring_and_paragraphs_are_long(tmp_path):
+def test_functions_end_with_their_docstring_and_paragraphs_are_long(tmp_path, monkeypatch):
     group = '[[group]]\ntemplates = ["{{}}"]\nsource = "{}"\ncount = 5\n'
     functions = prompts_of(written(tmp_path, group.format("functions").replace("{{}}", "{}")))
     assert len(functions) == 5
     assert all(each.startswith("def ") and each.rstrip().endswith(("'", '"')) for each in functions)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: Path(logging.__file__).parent)
     paragraphs = prompts_of(written(tmp_path, group.format("paragraphs").replace("{{}}", "{}")))
+    assert paragraphs
     assert all(300 <= len(each) <= 1200 for each in paragraphs)
 
 
