@@ -16,6 +16,7 @@ tokenizer = AutoTokenizer.from_pretrained(target)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 model = AutoModelForCausalLM.from_pretrained(target, dtype="float32")
 pipe = pipespec.attach(model)
+pipespec.trust("trl")  # the trainer wraps the model's forward(); when it generates, that calls the original one
 
 
 def reward(completions, **kwargs):
