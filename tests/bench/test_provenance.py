@@ -1,16 +1,10 @@
 """The record of origin in every results file."""
 
 import json
-import subprocess
 from pathlib import Path
 
 from bench.machine import commit, provenance
-
-
-def git(folder: Path, *arguments: str) -> str:
-    identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
-    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+from tests.bench.test_check_results import git
 
 
 def test_the_commit_is_dirty_with_changes_outside_of_the_results(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
-from .implementations import INTERPRETED, VARIANTS, running
+from .implementations import INTERPRETED, VARIANTS, matmul_in_order, running
 
 GPU = pytest.mark.gpu
 
@@ -31,3 +32,10 @@ def everywhere(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     found = place(request.param)
     with running(request.param):
         yield found
+
+
+@pytest.fixture
+def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's products add as a GPU's do: alike whatever else they compute."""
+    if INTERPRETED:
+        monkeypatch.setattr(np, "matmul", matmul_in_order)

@@ -13,7 +13,6 @@ from pipespec_kernels.kv import attention_tickets
 from pipespec_kernels.triton import attention
 from tests.trials import PROFILE
 
-from ..implementations import matmul_in_order
 from .conftest import some
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -87,9 +86,9 @@ def steps(
 
 
 @pytest.mark.parametrize("dtype", some(DTYPES[:2], 1, 2), ids=str)
-def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("sums_in_order")
+def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device) -> None:
     """A block of columns in a batch has the bits of each column alone, also across the ends of blocks, spans and tiles."""
-    monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's products
     q = make_queries(2, 4, 5, 80, dtype, device)
     k_cache, v_cache = make_storage(2, 1, 290, 80, dtype, device)
     n = on_device([253, 61], device)
@@ -101,9 +100,9 @@ def test_invariant_to_the_last_bit(dtype: torch.dtype, device: torch.device, mon
     assert torch.equal(block, kernels.verify_attention(q.flip(0), *roomy, n.flip(0), invariant=True).flip(0))
 
 
+@pytest.mark.usefixtures("sums_in_order")
 def test_groups_of_spans_to_the_last_bit(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of one span, of one group and of several ones; columns on both sides of the end of a group; tiles of 16 columns, in one launch and in two."""
-    monkeypatch.setattr(np, "matmul", matmul_in_order)
     monkeypatch.setattr(attention, "INVARIANT_SPAN", 64)
     monkeypatch.setattr(attention, "GROUPED", 2)
     q = make_queries(3, 2, 16, 32, torch.bfloat16, device)

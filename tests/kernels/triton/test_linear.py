@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,7 +9,6 @@ from pipespec_kernels import ops, reference
 from pipespec_kernels.triton import linear
 
 from ..cases import close_product
-from ..implementations import INTERPRETED, matmul_in_order
 from .conftest import some
 
 SHAPES = [(20, 40), (33, 600), (24, 1100), (32, 512)]
@@ -20,10 +18,7 @@ HOW = [{}, {"norm": True, "residual": True}, {"norm": True, "one_plus_weight": T
 HUGE = 2**63 - 1
 
 
-@pytest.fixture(autouse=True)
-def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's products
+pytestmark = pytest.mark.usefixtures("sums_in_order")
 
 
 class Given:

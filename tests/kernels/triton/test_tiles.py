@@ -1,6 +1,5 @@
 """Products with weights in tiles: those of the dequantised weights, rounded to the dtype; a row's bits depend on that row alone."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,16 +9,11 @@ from pipespec_kernels.tiles import TiledMatrix, float8_in_tiles, in_tiles
 from pipespec_kernels.triton import linear
 
 from ..cases import close_product
-from ..implementations import INTERPRETED, matmul_in_order
 from ..test_tiles import float8_of, matrix_of, with_heads
 from .conftest import some
 from .test_linear import HOW
 
-
-@pytest.fixture(autouse=True)
-def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        monkeypatch.setattr(np, "matmul", matmul_in_order)  # the interpreter's products
+pytestmark = pytest.mark.usefixtures("sums_in_order")
 
 
 def given_by(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
