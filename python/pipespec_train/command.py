@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -314,13 +315,10 @@ def _load(args: argparse.Namespace, examples: Any, device: str | None) -> tuple[
     with working("loading the target"):
         model = load_model(args.target, dtype=args.dtype, device=device)
         reader = model if args.states_of is None else load_model(args.states_of, device=device)
-    shapes = [
-        [getattr(text_config(m.config), n) for n in ("num_hidden_layers", "hidden_size", "vocab_size")]
-        for m in (model, reader)
-    ]
-    if shapes[0] != shapes[1]:
+    shape = attrgetter("num_hidden_layers", "hidden_size", "vocab_size")
+    if (found := shape(text_config(reader.config))) != (wanted := shape(text_config(model.config))):
         raise ValueError(
-            f"--states-of {args.states_of} is another model than --target: layers, hidden size and vocabulary are {shapes[1]}, not {shapes[0]}"
+            f"--states-of {args.states_of} is another model than --target: layers, hidden size and vocabulary are {found}, not {wanted}"
         )
     ids = None
     if args.vocabulary is not None:
