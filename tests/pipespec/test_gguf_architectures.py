@@ -480,6 +480,8 @@ def test_layers_of_a_draft_head_are_left_out(tmp_path, capsys):
     found = load_model(tmp_path / "m.gguf")
     assert "m.gguf has an MTP layer, which is no part of the model: the draft 'mtp' reads it" in capsys.readouterr().err
     torch.testing.assert_close(logits(found), logits(model))
+    load_model(tmp_path / "m.gguf")
+    assert "MTP" not in capsys.readouterr().err  # it is said once
 
 
 @pytest.mark.parametrize(

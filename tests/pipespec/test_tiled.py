@@ -327,12 +327,15 @@ def test_hooks_stay_here():
     linear.register_forward_hook(lambda *_: None, always_call=True, with_kwargs=True)
     linear.register_forward_pre_hook(lambda *_: None)
     linear.register_state_dict_post_hook(lambda *_: None)
+    linear.forward = lambda x: x
     sent = pickle.loads(pickle.dumps(held_modules(model)))["model.layers.0.mlp.up_proj"]
     for name, hooks in vars(linear).items():
         if "_hooks" in name:
             assert vars(sent)[name] == {}, name
             assert type(vars(sent)[name]) is type(hooks)
     assert linear._forward_hooks
+    assert "forward" in vars(linear)
+    assert "forward" not in vars(sent)
 
 
 @pytest.mark.parametrize(

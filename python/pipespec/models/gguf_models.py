@@ -37,7 +37,7 @@ from pipespec.models.quantized import (
     has_blocks,
     in_blocks,
 )
-from pipespec.process.progress import say
+from pipespec.process.progress import say_once
 from pipespec_kernels import block_layouts as layouts
 from pipespec_kernels.block_layouts import LARGEST_POWER
 from pipespec_kernels.formats import FORMATS, QuantizedMatrix, dequantize, from_codes, from_e2m1
@@ -224,7 +224,7 @@ def _of_draft_head(file: GgufFile, layers: int) -> set[str]:
     """The tensors that lie behind the layers of the model."""
     found = {name for name in file.tensors if _layer_of(name) >= layers}
     if found:
-        say(f"{file.path} has an MTP layer, which is no part of the model: the draft 'mtp' reads it")
+        say_once(f"{file.path} has an MTP layer, which is no part of the model: the draft 'mtp' reads it")
     return found
 
 

@@ -165,7 +165,7 @@ _HELD = (
 
 
 def held_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """By their names, copies of the modules in int8 or in blocks on the meta device, which can be pickled. They have no hooks."""
+    """By their names, copies of the modules in int8 or in blocks on the meta device, which can be pickled. They have no hooks, and the ``forward`` of their class."""
     found: dict[str, nn.Module] = {}
     within: tuple[str, ...] = ()  # joined matrices and experts hold their parts
     for name, module in model.named_modules():
@@ -174,9 +174,10 @@ def held_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
             spaces = [space for part in module.modules() for at, space in vars(part).items() if "_hooks" in at]
             memo |= {id(hooks): type(hooks)() for hooks in spaces if isinstance(hooks, dict)}
             found[name] = copied = copy.deepcopy(module, memo)
-            for part in copied.modules():
-                if "source" in vars(part):
-                    vars(part)["source"] = None  # a mapped file
+            for part in map(vars, copied.modules()):
+                part.pop("forward", None)
+                if "source" in part:
+                    part["source"] = None  # a mapped file
             within += (f"{name}.",)
     return found
 

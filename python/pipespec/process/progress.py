@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -21,6 +22,10 @@ _BAR = 30
 def say(message: str) -> None:
     """Print one line on stderr."""
     print(f"pipespec: {message}", file=sys.stderr, flush=True)
+
+
+say_once = functools.cache(say)
+"""The same, once per process for each message."""
 
 
 @contextmanager
