@@ -240,7 +240,7 @@ class World:
         """Seconds of the rounds after the first token, without noise."""
         done, lag, reads, seconds = 1, self.tail, self.drafts is not None, 0.0
         if controller is not None:
-            controller.begin(len(self.text) - 1)
+            controller.begin()
         while done < len(self.text):
             drafted, match = self.found[done - 1]
             choice = choose([(len(drafted), match)], -1 if self.drafts is None else lag, len(self.text) - done)

@@ -64,7 +64,7 @@ class World:
         """Seconds of a call that generates ``tokens`` tokens."""
         done, unread, seconds = 0, self.prompt, 0.0
         if controller is not None:
-            controller.begin(tokens)
+            controller.begin()
         while done < tokens:
             has_match = self.random.random() < self.ngram[0]
             match = (self.random.choice([3, 5, 9, 16]), self.random.choice([2, 3, 5, 9])) if has_match else (0, 0)
@@ -169,7 +169,7 @@ def test_the_reading_of_a_prompt_is_no_step():
 
 def drafted_in(controller: Controller, reading: float) -> bool:
     """Whether the draft model works in a call of 64 tokens, each of which it has right. It first reads 100 tokens in ``reading`` seconds."""
-    controller.begin(64)
+    controller.begin()
     done, reads = 0, True
     while done < 64:
         choice = controller.choose([], 100 + done if reads else 1, 64 - done)
@@ -205,7 +205,7 @@ def test_a_draft_that_cannot_compare_begins_earlier():
     waited = []
     for compares in (True, False):
         controller = Controller(0.1, compares=compares)
-        controller.begin(64)
+        controller.begin()
         rounds = 0
         while not controller.choose([], 20, 64).source:
             controller.note_target(1, 1.0)
@@ -219,7 +219,7 @@ def test_gains_of_the_text_pay_for_no_trials_of_the_corpus():
     controller, in_corpus = Controller(None), _native.MAX_MATCH
     lost = []
     for _ in range(4):
-        controller.begin(64)
+        controller.begin()
         lost.append(0.0)
         for i in range(60):
             match = (8, 9) if i % 2 else (3, in_corpus + 1 + i // 2 % 3)
@@ -277,37 +277,6 @@ def test_the_bytes_of_a_step_are_those_of_the_experts_that_it_reads():
     assert step_bytes(model) == weight_bytes(model) - experts / 2
     assert step_bytes(model, 2) == weight_bytes(model) - experts / 4
     assert step_bytes(random_llama(0), 2) == weight_bytes(random_llama(0))
-
-
-def test_a_long_text_makes_each_column_dearer():
-    """What short texts have taught is brought to a long one: attention multiplies with all keys for each column, but reads them once."""
-    times = StepTimes(Machine())
-    for columns in [1, 3] * 4:
-        times.note(columns, 1 + 0.1 * (columns - 1))
-    short = times.seconds(3) / times.seconds(1)
-    times.begin(2.0)
-    assert times.seconds(1) == pytest.approx(1.8)
-    assert times.seconds(3) / times.seconds(1) > short
-    assert times.price(3) == pytest.approx(2 * (0.1 + 0.26) / 1.8)
-    times.begin(0.0)
-    assert times.seconds(3) / times.seconds(1) == pytest.approx(short)
-
-
-@pytest.mark.parametrize("tokens", [8, 16, 64])
-def test_a_call_loses_no_more_than_its_budgets(tokens):
-    """Each draft token is wrong, and a column costs a sixth of a step."""
-    controller, lost = Controller(None), 0.0
-    controller.begin(tokens)
-    for i in range(tokens):
-        match = (16, 9 if i % 2 else _native.MAX_MATCH + 3)
-        drafted = controller.choose([match], -1, tokens - i).tokens
-        controller.note_target(1 + drafted, 1 + drafted / 6)
-        if drafted:
-            controller.note_round(Choice("ngram", drafted), [match], [(drafted, 0)])
-        lost += drafted / 6
-    # Two sources; what a step costs is known after the first rounds.
-    assert lost <= 2 * (min(0.5, 0.01 * tokens) + 0.01 * tokens) + 0.1
-    assert tokens < 64 or lost
 
 
 def test_a_step_that_was_interrupted_changes_little():

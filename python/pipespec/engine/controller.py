@@ -12,10 +12,8 @@ more time than they gained, and than trials may cost. It changes the speed of a 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from pipespec_kernels import _native
 
@@ -43,9 +41,7 @@ _HEAD = 0.5
 """That of a draft head: in the rounds that an index leaves to it."""
 _PRIOR_WEIGHT = 6.0
 _MARGINAL = 0.1
-"""Price of a further column before the first measurement, as a part of a step after an empty text, without that of weights that it alone reads."""
-_OF_ATTENTION = 0.4, 0.13
-"""The same of attention, for the first column and for a further one: each head of each column multiplies with all keys and values, for which memory is no limit."""
+"""Price of a further column before the first measurement, as a part of a step, without that of weights that it alone reads."""
 _GAIN = 1.02
 """Drafting must be predicted to be this much faster than plain decoding."""
 _REVIEW = 8
@@ -63,7 +59,7 @@ _DOUBT = 0.5
 _PLAIN_EVERY = 256
 """Rounds after which a step without draft tokens measures plain decoding again."""
 _FIRST_CREDIT = 0.5
-"""Plain steps that the n-gram rounds of a call may lose before they have gained anything, as long as trials may cost their part of the call."""
+"""Plain steps that the n-gram rounds of a call may lose before they have gained anything."""
 _RENEWED = {"n-gram": 0.5, "corpus": 0.1}
 """Plain steps that a further call may lose beyond what the one before has left, up to the first ones. A text that repeats itself comes at once, and a corpus gains in most texts or in none."""
 _MAX_CREDIT = 2.0
@@ -92,16 +88,8 @@ class StepTimes:
 
     def __init__(self, machine: Machine, further: Callable[[int], float] | None = None) -> None:
         self._machine, self._further = machine, further
-        self._attention = 0.0
         self._known: dict[int, list[float]] = {}  # by columns: seconds at speed 1, and the number of measurements
         self._line: tuple[float, float] | None = None
-
-    def begin(self, attention: float) -> None:
-        """Begin a text after which the keys and values that the heads read are this part of the weights. What is known of others is brought there."""
-        before = {columns: self._expected(columns) for columns in self._known}
-        self._attention, self._line = attention, None
-        for columns, entry in self._known.items():
-            entry[0] *= self._expected(columns) / before[columns]
 
     def note(self, columns: int, seconds: float) -> None:
         """Learn from a step."""
@@ -143,13 +131,7 @@ class StepTimes:
 
     def price(self, columns: int) -> float:
         """What the columns after the first cost before the first measurement, as a part of a step."""
-        return self._expected(columns) / self._expected(1) - 1
-
-    def _expected(self, columns: int) -> float:
-        """Time of a step before the first measurement, as a part of that of one column after an empty text."""
-        further = 0.0 if self._further is None or columns == 1 else self._further(columns)
-        first, each = (self._attention * part for part in _OF_ATTENTION)
-        return 1 + first + (_MARGINAL + each) * (columns - 1) + further
+        return _MARGINAL * (columns - 1) + (0.0 if self._further is None else self._further(columns))
 
     def _fit(self) -> tuple[float, float]:
         """Time of one column at speed 1, and by how much the price of further ones makes it longer."""
@@ -302,7 +284,7 @@ class Controller:
         self._rounds = self._aged = 0
         self._plain_age = self._reviewed = -1
         self._model, self._model_rate = _REST, 0.0
-        self._plain_rate, self._losses = 0.0, [0.0]
+        self._plain_rate = 0.0
         self._tables: dict[str, list[tuple[int, float]]] = {kind: [(0, 0.0)] for kind in _INDEX}
         self._generated = 0
         self._lag = self._readings = 0
@@ -318,13 +300,11 @@ class Controller:
         """Whether the draft model pays if each of its tokens is accepted, by what is known before the first measurement."""
         return self._relative_cost is not None and _GAIN * (1 + self.target.price(2) + self._relative_cost) < 2
 
-    def begin(self, tokens: int, attention: float = 0.0) -> None:
-        """Begin a call that generates ``tokens`` at most. ``attention``: of the target, see :meth:`StepTimes.begin`."""
-        self.target.begin(attention)
+    def begin(self) -> None:
+        """Begin a call."""
         if self._is_too_dear:
             self._reading_counts, self._is_too_dear = _DOUBT * self._reading_counts, False
-        first = min(_FIRST_CREDIT, _EXPLORATION * tokens)
-        self._credit = {source: min(left + _RENEWED[source], first) for source, left in self._credit.items()}
+        self._credit = {source: min(left + _RENEWED[source], _FIRST_CREDIT) for source, left in self._credit.items()}
         self._rounds, self._reviewed, self._aged, self._generated, self.rested = 0, -1, 0, 0, 0
         for rates in self.rates.values():
             rates.begin()
@@ -343,10 +323,8 @@ class Controller:
         if self._reviewed < 0 or self._rounds - self._reviewed >= _REVIEW:
             self._review(lag, remaining)
         best, rate = _REST, _GAIN * self._plain_rate
-        # No round may lose more than the budget, even if all of its tokens are rejected.
-        paid = [(min(tokens, bisect_right(self._losses, self._credit[_source(m)])), m) for tokens, m in matches]
-        if any(tokens for tokens, _ in paid):
-            tokens, expected = self._of_matches(paid, remaining)
+        if any(tokens and self._credit[_source(match)] >= 0 for tokens, match in matches):
+            tokens, expected = self._of_matches(matches, remaining)
             if expected > rate:
                 best, rate = Choice("ngram", tokens), expected
         if lag >= 0 and self._model_rate > rate:
@@ -421,7 +399,6 @@ class Controller:
         since, self._aged = self._rounds - self._aged, self._rounds
         self._reviewed, self._plain_rate = self._rounds, 1.0 / plain
         times = [max(self.target.seconds(1 + k) or plain, plain) for k in range(MAX_DRAFT_TOKENS + 1)]
-        self._losses = list(accumulate((step / plain - 1 for step in times[1:]), max))
         for kind, (_, first) in _INDEX.items():
             table, best = [(0, self._plain_rate)], (0, self._plain_rate)
             rates = self.rates[kind]

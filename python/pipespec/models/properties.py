@@ -87,12 +87,6 @@ def step_bytes(model: nn.Module, columns: int = 1) -> float:
     return total
 
 
-def heads_per_key(config: Any) -> float:
-    """Heads of attention that read each key."""
-    heads, kept = (getattr(text_config(config), f"num_{which}_heads", None) for which in ("attention", "key_value"))
-    return heads / kept if isinstance(heads, int) and isinstance(kept, int) and kept else 1.0
-
-
 def quantisation(model: Any) -> str | None:
     """How a model is quantised.
 

@@ -20,7 +20,7 @@ from pipespec.config import SpeculationConfig
 from pipespec.engine.acceptance import RejectionAcceptance
 from pipespec.engine.controller import MAX_DRAFT_TOKENS, Choice, Controller
 from pipespec.engine.stage import Stage
-from pipespec.models.properties import heads_per_key, step_bytes
+from pipespec.models.properties import step_bytes
 from pipespec.process.threads import draft_errors
 from pipespec.schedules.base import Driver, GenerationRequest
 from pipespec_kernels.state import Action
@@ -135,7 +135,6 @@ class ControlledDriver(LockstepDriver):
         sizes = sum(draft.step_bytes(model) for draft, model in zip(drafts, models, strict=False))
         read = [step_bytes(models[-1], columns) for columns in range(1, MAX_DRAFT_TOKENS + 2)]
         relative_cost = sizes / read[0] if drafts else None
-        self._readers = heads_per_key(models[-1].config) / read[0]
         self._at_once = len(drafts) == 1 and drafts[0].drafts_at_once
         self.controller = Controller(
             relative_cost,
@@ -152,14 +151,10 @@ class ControlledDriver(LockstepDriver):
                 with draft_errors(functools.partial(self.draft_failed, stage.index)):
                     stage.pack()
             self._packed = True
-        prompts, self._limits = request.inputs.prompts, request.inputs.limits
+        self._limits = request.inputs.limits
         if self._inline is not None:
-            self._inline.start(prompts)
-        cache, starts = self.target.cache, list(map(len, prompts))
-        assert cache is not None
-        attention = self._readers * cache.nbytes * sum(starts) / (cache.rows * cache.capacity)
-        tokens = max(limit - start for limit, start in zip(self._limits, starts, strict=True))
-        self.controller.begin(tokens, attention)
+            self._inline.start(request.inputs.prompts)
+        self.controller.begin()
 
     def _generate(self, request: GenerationRequest) -> None:
         super()._generate(request)
