@@ -52,7 +52,7 @@ _TABLE: dict[str, list[tuple[Any, ...]]] = {
         ("length", "N", int, 512, "maximum number of tokens of an example"),
         ("truncate", None, bool, False, "cut longer conversations instead of dropping them"),
         ("held-out", "PATH", str, [], "validate on these files", "+"),
-        ("states-of", "PATH", str, None, "read the hidden states from this form of the target, e.g. the GGUF file that will run"),
+        ("states-of", "PATH", str, None, "read the hidden states from another form of the target, e.g. its GGUF file, which a CPU reads faster"),
         ("keep-states", "FOLDER", Path, None, "keep the target's hidden states in files there, so that each text is read once"),
         ("validation", "P", float, 0.02, "without --held-out: validate on this share of the data"),
     ],

@@ -65,7 +65,7 @@ def test_training_with_kept_states_is_the_same(target, tmp_path) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="blocks on a GPU are tiles")
-def test_a_draft_learns_from_the_form_that_will_run(target, tmp_path) -> None:
+def test_a_draft_learns_from_another_form_of_the_target(target, tmp_path) -> None:
     """The streams of a model in blocks are those of its own modules, and what a draft learns from."""
     reader, ids = quantized(target, "q4_0"), texts()
     found = teacher_forward(reader, ids, ANCHORS)
