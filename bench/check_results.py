@@ -19,7 +19,15 @@ RESULTS = Path("bench/results")
 
 _GPU = ("csrc/cuda", "pipespec_kernels/triton", "python/pipespec/engine/fused.py", "python/pipespec/schedules/graphs")
 _KERNELS = ("csrc", "pipespec_kernels", *(f":(exclude){place}" for place in _GPU))
-_ENGINE = (*_KERNELS, "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models")
+_OVER_STATES = tuple(f"python/pipespec/engine/{name}.py" for name in ("target_reader", "head", "block", "mtp"))
+"""Drafts over the target's hidden states, which only head.json measures."""
+_ENGINE = (
+    *_KERNELS,
+    *(f":(exclude){place}" for place in _OVER_STATES),
+    "python/pipespec/engine",
+    "python/pipespec/schedules",
+    "python/pipespec/models",
+)
 
 _RUNNER = ("bench/runner.py", "bench/systems.py")
 _GENERATE = (*_ENGINE, *_RUNNER, "bench/published.py", "bench/baselines.py", "bench/run.py")
@@ -29,7 +37,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "exact.json": (*_ENGINE, "bench/exact.py"),
     "exact_long.json": (*_ENGINE, "bench/exact.py"),
     "generate_cpu.json": (*_GENERATE, "python/pipespec/demo"),
-    "head.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
+    "head.json": ("csrc", "pipespec_kernels", "python/pipespec/engine", "python/pipespec/schedules", "python/pipespec/models", *_RUNNER, "bench/real.py"),
     "head_training.json": ("python/pipespec_train", "bench/recipes"),
     "gpu_h200.json": (*(place for place in _GENERATE if place[0] != ":"), "bench/planted.py"),
     "lengths.json": (*_ENGINE, "bench/lengths.py"),
@@ -37,7 +45,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "quality.json": ("csrc/cpu/formats", "python/pipespec/models/quantizing.py", "bench/quality.py"),
     "real.json": (*_ENGINE, *_RUNNER, "bench/real.py"),
     "shapes.json": (*_ENGINE, "bench/shapes.py"),
-    "spd.json": (*_KERNELS, "python/pipespec/engine", "python/pipespec_spd", *_RUNNER, "bench/baselines.py", "bench/spd.py"),
+    "spd.json": (*_ENGINE, "python/pipespec_spd", *_RUNNER, "bench/baselines.py", "bench/spd.py"),
     "spd_real.json": ("python/pipespec_spd", "python/pipespec_train", "bench/spd.py", "bench/recipes"),
 }  # fmt: skip
 """By results file: the files and folders whose changes outdate it, as pathspecs of git. Those of GPUs outdate no figure of a CPU."""

@@ -19,12 +19,12 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 15_720,
     "pipespec_kernels": 11_970,
-    "python/pipespec": 32_425,
+    "python/pipespec": 32_440,
     "python/pipespec_spd": 3_440,
     "python/pipespec_train": 2_350,
-    "bench": 10_510,
+    "bench": 10_515,
     "tools": 250,
-    "tests": 55_370,
+    "tests": 55_390,
 }
 """Maximum lines of C++, CUDA and Python. The design's goals: 12,000, 8,400, 21,500, 3,200, 2,000, 7,500, 600 and 42,000, before the families and file types
 beyond LLaMA's (2,000 lines of C++, 700 of ``python/pipespec``), the server (2,500) tiles and experts in blocks on a GPU (1,400 of ``pipespec_kernels``), and

@@ -46,7 +46,8 @@ def teacher_forward(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequenc
         depth = text_config(target.config).num_hidden_layers
         cache = RowCache.for_model(target, *ids.shape)
         cache.features = kept = Features([*anchors, depth], [0] * len(ids), torch.bfloat16)
-        forward(target, ids, cache, keep=0)
+        with torch.autocast(ids.device.type, enabled=False):  # which would leave it to the modules
+            forward(target, ids, cache, keep=0)
         streams = kept.stored[:, : ids.shape[1]].unflatten(-1, (len(anchors) + 1, -1)).clone()
         return TeacherOutput(streams[:, :, :-1], streams[:, :, -1])
     found: dict[int, torch.Tensor] = {}

@@ -85,7 +85,7 @@ def train(
         resume: Continue from the last checkpoint in ``folder``: weights, optimizer, step, position in the data, and time.
         data: Digest of the data. A checkpoint of other data is refused.
         states: Folder in which the target's hidden states are kept, so that no text is read twice.
-        reader: Another form of the target, for example out of a GGUF file: its hidden states and choices are those that ``module`` learns from. None: ``target``.
+        reader: Another form of the target, for example out of a GGUF file: its hidden states are those that ``module`` reads. The logits are ``target``'s, over these states. None: ``target``.
 
     Returns:
         The record: steps, tokens, seconds, settings, and the figures of each validation.

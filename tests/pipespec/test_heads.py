@@ -10,10 +10,11 @@ import torch
 from pipespec import Pipeline
 from pipespec.config import WIDTH, SpeculationConfig
 from pipespec.engine.cache_storage import Features
-from pipespec.engine.head import BESIDE_BLOCKS, DraftHead, HeadConfig, HeadDraft, is_head
+from pipespec.engine.head import DraftHead, HeadConfig, HeadDraft, is_head
 from pipespec.engine.native import Checksums
 from pipespec.models.families import NotReadable
 from pipespec.models.properties import step_bytes
+from pipespec.models.quantized import has_blocks
 from pipespec.schedules.graphs.head import GraphedHead
 from pipespec.schedules.graphs.rounds import round_steps
 from tests.conftest import DEVICE, VOCABULARY, always_right, left_pad, noisy, random_prompts
@@ -311,17 +312,19 @@ def test_a_long_prompt_of_a_bfloat16_target(folder) -> None:
 
 @ON_CPU
 @pytest.mark.parametrize(
-    ("of_target", "drafts", "of_draft"), [("q8_0", {}, BESIDE_BLOCKS), ("q4_0", {"drafts": "q5_0"}, "q5_0")]
+    ("drafts", "of_draft"), [({}, "q4_k"), ({"drafts": "q5_0"}, "q5_0"), ({"draft 0": None}, None)]
 )
-def test_a_target_in_blocks(of_target, drafts, of_draft, folder) -> None:
+def test_a_target_in_blocks(drafts, of_draft, folder) -> None:
+    """A head is in blocks too, if ``weights=`` does not say that it stays as it is."""
     target, prompt = heads.make_target(seed=2), torch.tensor([[5, 6, 7, 8]])
     with (
-        Pipeline(target, folder, lookahead=2, weights={"target": of_target} | drafts) as pipe,
-        Pipeline(target, weights=of_target) as plain,
+        Pipeline(target, folder, lookahead=2, weights={"target": "q8_0"} | drafts) as pipe,
+        Pipeline(target, weights="q8_0") as plain,
     ):
         drafted, alone = (p.generate(prompt, max_new_tokens=12, do_sample=False) for p in (pipe, plain))
         assert torch.equal(drafted, alone)
-        assert f"draft 0: {of_draft} weights" in pipe.report.decisions
+        assert has_blocks(driver_of(pipe).models[0]) == (of_draft is not None)
+        assert (f"draft 0: {of_draft} weights" in pipe.report.decisions) == (of_draft is not None)
 
 
 def test_a_head_that_fails_costs_its_drafts_only(target, folder, monkeypatch) -> None:

@@ -189,7 +189,28 @@ def test_a_large_model_is_checked_in_turn():
     assert checks < large.nbytes >> 14
 
 
-# ---- processors of the caller
+# ---- caches, attentions, processors of the caller
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("cache of a subclass", "Rounded"),
+        ("cache with layers", "DynamicCache with methods or layers of its own"),
+        ("cache with an update", "DynamicCache with methods or layers of its own"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["plain", "lockstep"])
+def test_a_cache_of_the_caller_is_used(model, name, kind, schedule):
+    wanted = bare(model, **hostile.CALLS[name]())
+    assert not torch.equal(wanted, bare(model))
+    pipe = pipespec.attach(model, noisy(model, 0.02) if schedule == "lockstep" else (), schedule=schedule)
+    with pytest.warns(SpeedWarning, match=rf"past_key_values is a {kind}"):
+        assert torch.equal(ours(model, **hostile.CALLS[name]()), wanted)
+    with pytest.warns(SpeedWarning, match="transformers' own loop"):
+        assert torch.equal(pipe.generate(IDS, max_new_tokens=NEW, do_sample=False, **hostile.CALLS[name]()), wanted)
+    assert pipe.report.schedule == "transformers"
+    assert pipe.report.tokens == NEW
 
 
 class Steps(LogitsProcessor):

@@ -89,7 +89,7 @@ def test_a_draft_learns_from_another_form_of_the_target(target, tmp_path) -> Non
             target,
             student,
             batch,
-            TrainingSettings(steps=1),
+            TrainingSettings(steps=1, amp=True),
             tmp_path / str(states is None),
             states=states,
             reader=reader,

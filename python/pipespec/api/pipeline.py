@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -437,6 +437,14 @@ def given_drafts(drafts: Any) -> list[DraftSpec]:
     return [single]
 
 
+def _fitted(draft: Any, model: Any, target: PreTrainedModel, weights: str | None, name: str, given: Weights) -> Any:
+    """What :meth:`DraftSpec.fit` makes. A draft that reads the target chooses its format where ``given``, which is ``weights=``, does not name it."""
+    is_named = bool({name, "drafts"} & given.keys()) if isinstance(given, Mapping) else given is not None
+    if draft.reads_target and not is_named:
+        weights = draft.default_weights(model, target)
+    return draft.fit(model, target, weights)
+
+
 def load_chain(
     target: PreTrainedModel | str | Path, drafts: Sequence[DraftSpec], config: SpeculationConfig, loading: Loading
 ) -> Chain:
@@ -483,7 +491,7 @@ def load_chain(
 
         models[-1] = quantized(models[-1], formats[-1])
     for i, draft in enumerate(draft for draft in specs if not draft.inline):
-        models[i], formats[i] = draft.fit(models[i], models[-1], formats[i])
+        models[i], formats[i] = _fitted(draft, models[i], models[-1], formats[i], names[i], loading.weights)
     for made, form in zip(models, formats, strict=True):
         if not any(made is each for each in given):
             with_kv_of(loading.dtype, made, form)

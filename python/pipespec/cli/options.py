@@ -128,7 +128,10 @@ def _require_of_hub(name: str) -> None:
 def loading_options(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     """The arguments of ``Pipeline`` that say how the models are loaded."""
     weights = None if args.weights is None else [None if name == "keep" else name for name in args.weights]
-    places = {"weights": one_or_all(weights), "device": one_or_all(args.device)}
+    places = {
+        "weights": {"drafts": None} if weights == [None] else one_or_all(weights),
+        "device": one_or_all(args.device),
+    }
     return {"dtype": dtype, "trust_remote_code": args.trust_remote_code, **places}
 
 

@@ -478,6 +478,7 @@ class BlockDraft(HeadDraft):
     stage_class = BlockStage
     config_class = BlockConfig
     model_class = BlockDrafter
+    beside_blocks = None  # not measured
     drafts_at_once = True
 
     @classmethod

@@ -45,9 +45,6 @@ from pipespec.models.quantized import has_blocks
 from pipespec_kernels.state import Action
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-BESIDE_BLOCKS = "q4_k"
-"""Weights of a head in floats beside a target in blocks on a CPU: a step in floats would read a third of what the target's reads, and the draft tokens differ little."""
-
 _UNUSED = ("verifier_lm_head.weight", "verifier_norm.weight")
 """The target's own weights, which the trainer of ``speculators`` may have stored."""
 
@@ -481,6 +478,8 @@ class HeadDraft(DraftSpec):
     reads_target = True
     verifies = False  # it runs its slots one after the other, so that drafting costs as much
     source = "model"
+    beside_blocks: ClassVar[str | None] = "q4_k"
+    """:meth:`default_weights` on a CPU, beside a target in blocks."""
     config_class: ClassVar[type[ReaderConfig]] = HeadConfig
     model_class: ClassVar[Any] = DraftHead
 
@@ -502,9 +501,12 @@ class HeadDraft(DraftSpec):
 
     def fit(self, model: Any, target: PreTrainedModel, weights: str | None) -> tuple[Any, str | None]:
         model.borrow(target)
-        if weights is None and model.device.type == "cpu" and has_blocks(target) and not has_blocks(model):
-            weights = BESIDE_BLOCKS
         return model, None if weights is None else model.quantize(weights)
+
+    def default_weights(self, model: Any, target: PreTrainedModel) -> str | None:
+        """The format of a head of which ``weights=`` says nothing. A step in floats would read a third of what that of a target in blocks reads."""
+        is_light = model.device.type != "cpu" or not has_blocks(target) or has_blocks(model)
+        return None if is_light else self.beside_blocks
 
     def step_bytes(self, model: Any) -> int:
         found: int = model.step_bytes

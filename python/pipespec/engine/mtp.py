@@ -221,6 +221,7 @@ class MtpDraft(HeadDraft):
 
     label = "an MTP layer"
     model_class = MtpHead
+    beside_blocks = None  # its experts would become float32
 
     folder: str | Path = ""
 
