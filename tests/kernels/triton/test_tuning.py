@@ -13,11 +13,11 @@ from pipespec_kernels.tiles import in_tiles
 from pipespec_kernels.triton import linear, tuning
 from pipespec_kernels.triton.tuning import Tile, Tuner
 
-from .test_linear import HOW, Given, sums_in_order
+from .test_linear import HOW, Given
 
 FACTS = {"gpu": "one", "triton": "3.6.0", "sources": "ab"}
 CHOICES = tuple(Tile(rows, 64, 128, stages) for rows in (16, 32) for stages in (2, 3))
-__all__ = ["sums_in_order"]
+pytestmark = pytest.mark.usefixtures("sums_in_order")
 
 
 def each(monkeypatch: pytest.MonkeyPatch, weights: int, in_blocks: bool) -> list[Tile]:
