@@ -39,8 +39,7 @@ class TeacherOutput(NamedTuple):
 def teacher_forward(target: PreTrainedModel, ids: torch.Tensor, anchors: Sequence[int]) -> TeacherOutput:
     """Run the target over ``ids [B, S]``, padded on the right, and keep the streams ``anchors``, in the target's dtype.
 
-    A target whose matrices are in blocks runs as in decoding, in its native form where it has one, which also reads a text several times faster than its
-    modules. Its streams are in bfloat16 then.
+    A target whose matrices are in blocks runs as in decoding, in its native form where it has one. Its streams are in bfloat16 then.
     """
     if has_blocks(target):
         depth = text_config(target.config).num_hidden_layers
