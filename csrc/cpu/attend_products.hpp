@@ -27,7 +27,7 @@ struct SingleSteps {  // float32
   static void split(typename V::I word, typename V::F (&to)[1]) { to[0] = V::float_of(word); }
   // Element l of the rows to the step's lane l: kStep vectors of it, where a row has n elements.
   static void join(const unsigned char* const (&rows)[1], int64_t n, typename V::F (&to)[1]) {
-    to[0] = n < V::kLanes ? load_part<V, Float32>(rows[0], n) : Float32::load(rows[0]);
+    to[0] = load_part<V, Float32>(rows[0], n);
   }
   static typename V::F spread(const float* x) { return V::broadcast(*x); }
   static typename V::F dot(typename V::F a, typename V::F b, typename V::F sum) {
@@ -48,7 +48,7 @@ struct HalfSteps : SingleSteps<V> {  // bfloat16 that is multiplied as float32
     to[1] = V::float_of(V::bit_and(word, V::broadcast(int32_t(0xFFFF0000))));
   }
   static void join(const unsigned char* const (&rows)[1], int64_t n, typename V::F (&to)[1]) {
-    to[0] = n < V::kLanes ? load_part<V, BFloat16>(rows[0], n) : BFloat16::load(rows[0]);
+    to[0] = load_part<V, BFloat16>(rows[0], n);
   }
 };
 

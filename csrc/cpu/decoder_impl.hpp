@@ -28,8 +28,7 @@ float inverse_rms(const float* x, int64_t n, float eps) {
     }
   }
   for (; i < n; i += kLanes) {
-    const F y = n - i < kLanes ? load_part<V, Float32>(bytes_of(x + i), n - i)
-                               : Float32::load(bytes_of(x + i));
+    const F y = load_part<V, Float32>(bytes_of(x + i), n - i);
     sums[0] = V::multiply_add(y, y, sums[0]);
   }
   const float sum = sum_of_lanes<V>(V::add(V::add(sums[0], sums[1]), V::add(sums[2], sums[3])));

@@ -41,9 +41,10 @@ inline void copy_bytes(unsigned char* to, const unsigned char* from, int64_t ele
   for (int64_t i = 0; i < elements * Format::kBytes; ++i) to[i] = from[i];
 }
 
-// The first `n` <= kLanes elements at p and zeros after them; reads nothing else.
+// The first `n` elements at p, at most kLanes, and zeros after them; reads nothing else.
 template <class V, class Format>
 inline typename V::F load_part(const unsigned char* p, int64_t n) {
+  if (n >= V::kLanes) return Format::load(p);
   unsigned char buffer[V::kLanes * 4] = {};
   copy_bytes<Format>(buffer, p, n);
   return Format::load(buffer);

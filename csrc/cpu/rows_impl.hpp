@@ -26,7 +26,7 @@ constexpr int tile_outputs(int columns) {
 // that are on their way, in the place of requests for others.
 inline constexpr int64_t kSingleRow = 5120;
 
-// How far ahead lines are asked for, at least.
+// How far ahead lines are asked for, at least, unless a panel is shorter.
 inline constexpr int64_t kAheadBytes = 8192;
 
 // The most columns of one pass over a panel, and inputs of a part.
@@ -80,8 +80,9 @@ void multiply_rows(const PanelPart& part) {
   const int64_t whole = part.inputs / kLine * kLine, x_stride = part.x_stride;
   const int64_t ahead_stride = part.is_whole ? 64 : part.row_bytes;
   const int64_t ahead_step = part.is_whole ? kOutputs * 64 : 64;
-  const int64_t distance =
-      kOutputs > 1 ? kOutputs : kAheadBytes / (part.inputs * Weights::kBytes) + 1;
+  const int64_t step_bytes = kOutputs * part.inputs * Weights::kBytes;
+  const int64_t steps = 1 + (kAheadBytes - 1) / step_bytes;
+  const int64_t distance = kOutputs * steps < kPanelOutputs ? kOutputs * steps : kPanelOutputs;
   const float* const x = part.x;
   float* to = part.sums;
   for (int64_t first = 0; first < kPanelOutputs; first += kOutputs) {
