@@ -328,9 +328,7 @@ def other(kind: str, **given: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | given)))
 
 
-REFUSED = {
-    "LongCat-Flash": lambda: other("longcat_flash"),
-}
+REFUSED = {"LongCat-Flash": lambda: other("longcat_flash")}
 
 
 def sentence(name: str) -> str:

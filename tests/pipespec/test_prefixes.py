@@ -74,6 +74,12 @@ def test_conversations_alternate(target):
     assert all(kept.cache.rows == 1 for kept in store_of(pipe).texts)
 
 
+def test_a_text_is_kept_once(target):
+    pipe = Pipeline(target, **PLAIN)
+    assert [said(pipe, tokens(4, 1))[1] for _ in range(4)] == [0] * 4  # too short to go on from
+    assert len(store_of(pipe).texts) == 1
+
+
 def test_a_branch_does_not_cost_the_conversation_its_text(target):
     pipe, common = Pipeline(target, **PLAIN), tokens(80, 1)
     first, _ = said(pipe, longer(common, 2, 70))

@@ -11,16 +11,7 @@ from transformers import PreTrainedModel
 
 from pipespec.engine.cache import RowCache
 from pipespec.engine.form import Form, LayerLoop, WholeModel
-from pipespec.engine.known import (
-    AUTOCAST,
-    EXACT,
-    FUSED,
-    NATIVE,
-    NATIVE_DISABLED,
-    OWN,
-    identify,
-    refusal_of_cache,
-)
+from pipespec.engine.known import AUTOCAST, EXACT, FUSED, NATIVE, NATIVE_DISABLED, OWN, identify, refusal_of_cache
 from pipespec.engine.native import NativeForm, native_form
 from pipespec.engine.runtime import ChosenForm, Forms, runtime_of
 from pipespec.models.compat import library_columns

@@ -21,15 +21,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pipespec.engine.attention import ATTENTION, MaskKind, mask_kind
 from pipespec.engine.cache import RowCache
-from pipespec.engine.originals import (
-    BYPASSED,
-    PACKAGES,
-    code_of,
-    forget_code,
-    is_original,
-    is_trusted,
-    package_of,
-)
+from pipespec.engine.originals import BYPASSED, PACKAGES, code_of, forget_code, is_original, is_trusted, package_of
 from pipespec.engine.runtime import Identity, forget_records, runtime_of
 from pipespec.models import families
 from pipespec.models.families import NotReadable

@@ -337,10 +337,7 @@ class NativeForm(PartsForm):
         return table
 
     def _angles_of(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        like, positions = (
-            torch.empty(0, dtype=torch.float32, device="cpu"),
-            torch.arange(count, device="cpu")[None],
-        )
+        like, positions = (torch.empty(0, dtype=torch.float32, device="cpu"), torch.arange(count, device="cpu")[None])
         calls = [{} if kind is None else {"layer_type": kind} for kind in self._rotations]
         found = [_angles(self._rotary(like, position_ids=positions, **more)) for more in calls]
         width = self.decoder.shape.rotated

@@ -78,10 +78,14 @@ class KeptText:
         features = self.cache.features
         return self.cache.nbytes + (features.nbytes if isinstance(features, Features) else 0)
 
+    def equals(self, other: KeptText) -> bool:
+        """Whether both have the same tokens to take over."""
+        mine, its = ((kept.held, kept.skipped, kept.whole, kept.origin) for kept in (self, other))
+        return mine == its and np.array_equal(self.text, other.text)
+
     def row_alone(self, row: int) -> KeptText:
         """The same, of which only one row counts."""
-        held = [n if r == row else 0 for r, n in enumerate(self.held)]
-        return replace(self, held=held)
+        return replace(self, held=[n if r == row else 0 for r, n in enumerate(self.held)])
 
     def usable(self, row: int, same: int) -> int:
         """How many of the first ``same`` tokens of a row a text may take over that begins with them."""
@@ -144,8 +148,10 @@ class PrefixStore:
         return self.budget != 0 and max(held, default=0) >= SHORTEST
 
     def add(self, kept: KeptText) -> None:
-        """Keep the text of the last call, which stays whatever its size until another one comes."""
-        self.texts = [*self.texts[1 - MOST :], kept]
+        """Keep the text of the last call, which stays whatever its size until another one comes. An equal one goes."""
+        again = [old for old in self.texts if kept.equals(old)]
+        self.spare = again[0].cache if again else self.spare
+        self.texts = [*(old for old in self.texts[1 - MOST :] if old not in again), kept]
 
     def retain(self, stays: Callable[[KeptText], bool]) -> None:
         """Forget all other texts."""

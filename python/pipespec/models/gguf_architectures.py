@@ -251,7 +251,7 @@ ARCHITECTURES = (
         },
     ),
     Architecture(
-        "nemotron", "nemotron", norm_offset=1.0, partial=True, eps="norm_eps", eps_key=LAYER_NORM_EPS,
+        "nemotron", "nemotron", norm_offset=1.0, partial=True, eps="norm_eps", eps_key=LAYER_NORM_EPS
     ),
     Architecture("olmo2", "olmo2", tensors=_AROUND),
     Architecture(

@@ -20,12 +20,7 @@ from transformers import PreTrainedModel
 
 from pipespec.errors import user_stacklevel
 from pipespec.models.gguf import CONVERTED, FLOATS, GgufFile, GgufTensor
-from pipespec.models.gguf_architectures import (
-    EXPERTS,
-    LEAVES,
-    TENSORS,
-    Architecture,
-)
+from pipespec.models.gguf_architectures import EXPERTS, LEAVES, TENSORS, Architecture
 from pipespec.models.gguf_config import DRAFTING, ROPE_FACTORS, architecture_of, gguf_config, tensor_of
 from pipespec.models.gguf_tokenizer import end_ids
 from pipespec.models.quantized import (
