@@ -34,8 +34,7 @@ def small_chunks(monkeypatch):
 
 # ---- what is kept, and for how long
 
-PLAIN = {"schedule": "plain"}
-GREEDY = {"max_new_tokens": 8, "do_sample": False}
+PLAIN, GREEDY = {"schedule": "plain"}, {"max_new_tokens": 8, "do_sample": False}
 
 
 def tokens(count: int, seed: int) -> torch.Tensor:
