@@ -91,3 +91,5 @@ def test_lines(target: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert (found[0]["tokens"], found[0]["finish_reason"], found[0]["report"]["tokens"]) == (6, "length", 6)
     assert main(["generate", *options, "--prompt", '{"text": "a"}']) == 2
     assert "line 1: the object has no text" in capsys.readouterr().err
+    assert main(["generate", *options[:-2], "--chat", "--prompt", "the mean"]) == 0
+    assert "the answer has 6 tokens, the limit: --max-new-tokens" in capsys.readouterr().err

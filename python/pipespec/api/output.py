@@ -147,10 +147,12 @@ class Report:
 
     @property
     def gain(self) -> float:
-        """How many times faster than plain decoding the text of one row was decoded, prompt apart, as estimated from ``plain_step_seconds``; NaN where that is not known."""
+        """How many times faster than plain decoding the text of one row was decoded, prompt apart, as estimated from ``plain_step_seconds``. At most the
+        tokens per step: other programs may have slowed the plain steps. NaN where it is not known."""
         if self.plain_step_seconds is None or self.rows != 1:
             return float("nan")
-        return self.decoding_tokens_per_second * self.plain_step_seconds
+        most = (self.tokens - 1) / max(1, self.stages[-1].steps - 1)
+        return min(self.decoding_tokens_per_second * self.plain_step_seconds, most)
 
     def to_dict(self) -> dict:
         """All figures but the trace, derived ones included, ready for JSON: those that are not known (NaN) are None."""

@@ -120,10 +120,9 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
 
     ``args``: the options of :func:`add_generation`. ``trace``: steps per stage that the report's trace keeps.
     """
-    prompt = ""
     has_ranks = args.system == "spd" or (args.schedule is not None and SCHEDULES[args.schedule].needs_ranks)
     if has_ranks and int(os.environ.get("RANK", "0")):
-        pass  # rank 0 has the prompt
+        prompt = ""  # rank 0 has it
     elif args.prompt is None:
         prompt = read_text(args.prompt_file)
     else:
@@ -178,6 +177,8 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 raise
             print("".join(pieces), flush=True)
             assert pipe.report is not None
+            if args.chat and pipe.report.tokens == args.max_new_tokens:
+                say(f"the answer has {args.max_new_tokens} tokens, the limit: --max-new-tokens N changes it")
             return pipe.report
 
 
@@ -203,11 +204,9 @@ def _prompt_of(line: str, number: int) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError:
-        return {"prompt": line}
-    if isinstance(found, str):
-        return {"prompt": found}
+        found = line
     if not isinstance(found, dict):
-        return {"prompt": line}
+        return {"prompt": found if isinstance(found, str) else line}
     if not isinstance(found.get("prompt"), str) or not found["prompt"]:
         raise ValueError(f'line {number}: the object has no text as its "prompt"')
     return found
@@ -224,9 +223,8 @@ def _write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: lis
     for each in encoded:
         _check_room(args, pipe.target, each.input_ids.shape[1])
     for entry, each in zip(given, encoded, strict=True):
-        inputs = each.to(pipe.target.device)
-        output = pipe.generate(**inputs, max_new_tokens=args.max_new_tokens, **options)
-        new = output[0, inputs.input_ids.shape[1] :].tolist()
+        output = pipe.generate(**each.to(pipe.target.device), max_new_tokens=args.max_new_tokens, **options)
+        new = output[0, each.input_ids.shape[1] :].tolist()
         is_cut = len(new) == args.max_new_tokens and new[-1] not in ends
         found = {
             "text": tokenizer.decode(new, skip_special_tokens=True),
