@@ -57,7 +57,9 @@ class LockstepDriver(Driver):
         self.remarks = ()
         if self._acceptance is not None and request.inputs.sampling_params.seeds is not None:
             rule = f"acceptance={self.config.acceptance!r}"
-            self.remarks = f"{rule}: the text is a draw from the target's distribution that depends on the draft, too"
+            self.remarks = (
+                f"{rule}: the text is a draw from the target's distribution that depends on the draft, too",
+            )
         self.begin(request)
         while self.advance() != Action.FINISHED:
             request.committed(self.block)
