@@ -282,8 +282,7 @@ def test_problem_is_named(part: str, change: dict, sentence: str, monkeypatch: p
     monkeypatch.setattr(env.importlib.metadata, "requires", lambda _: ["torch>=2.9.1", "transformers<5.24,>=5.0"])
     broken = healthy()
     broken[part].update(change)
-    said = env.problems(broken)
-    assert [sentence in one for one in said] == [True]
+    assert [sentence in one for one in env.problems(broken)] == [True]
 
 
 def test_one_core_is_named() -> None:
@@ -306,5 +305,4 @@ def test_a_system_without_huge_pages_is_named(
     found = healthy()
     found["cpu"]["huge_pages"] = env._huge_pages()
     assert found["cpu"]["huge_pages"] == mode
-    said = env.problems(found)
-    assert ["transparent_hugepage=madvise" in one for one in said] == [True] * count
+    assert ["transparent_hugepage=madvise" in one for one in env.problems(found)] == [True] * count

@@ -136,8 +136,7 @@ def test_ctrl_c_stops_the_stages(no_thread_is_left: None) -> None:
             os.kill(os.getpid(), signal.SIGINT)
             wait_for_the_stop(scheduler)
 
-    limits = [400, 400]
-    block = block_for(PROMPTS, limits, 2)
+    block = block_for(PROMPTS, [400, 400], 2)
     models = [Model(PROMPTS), Model(PROMPTS, before=interrupt)]
     scheduler = Scheduler(HostLauncher(block, models, [1, 4]), lookahead=(3,))
     with pytest.raises(KeyboardInterrupt):

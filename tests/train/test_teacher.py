@@ -40,14 +40,12 @@ def test_kept_states_are_those_of_the_target(target, tmp_path, monkeypatch) -> N
             torch.testing.assert_close(found.last[row, :length], want.last[row, :length])
             assert torch.equal(found.choices[row, :length], choices[row, :length])
         assert not found.last[1, 8:].any()
-    alone = kept(ids[1:, :8])
-    assert torch.equal(alone.last[0], first.last[1, :8])
+    assert torch.equal(kept(ids[1:, :8]).last[0], first.last[1, :8])
 
 
 def test_other_anchors_and_texts_are_other_files(target, tmp_path) -> None:
     kept, others = (KeptStates(target, anchors, tmp_path) for anchors in (ANCHORS, [0, 2]))
-    files = {each.file(text) for each in (kept, others) for text in ([1, 2], [1, 2, 3])}
-    assert len(files) == 4
+    assert len({each.file(text) for each in (kept, others) for text in ([1, 2], [1, 2, 3])}) == 4
 
 
 def test_training_with_kept_states_is_the_same(target, tmp_path) -> None:

@@ -184,8 +184,7 @@ def test_blocks_are_short_where_most_of_them_start_late() -> None:
         assert config.block == tile
         assert cut(config, 128256).span <= (8 if tile == 4096 else 4) * tile
         # Where blocks are few, each has as much of a row as fills the device.
-        few = choose_config(16, 128256, 132, busy)
-        assert cut(few, 128256).splits * 16 <= 4 * 132
+        assert cut(choose_config(16, 128256, 132, busy), 128256).splits * 16 <= 4 * 132
     assert notes_pay(10, torch.device("cpu")) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(importlib.import_module("pipespec_kernels.triton.launch"), "multiprocessors", lambda device: 132)
