@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +139,13 @@ class Drafted:
         score, found = stage_class._score, self.found
 
         def recording(stage: HeadStage, fed: torch.Tensor, cache: Any) -> tuple[torch.Tensor, int]:
-            wide, first = score(stage, fed, cache)
+            logits, first = score(stage, fed, cache)
+            wide = stage._widened(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), 1)
             for row, n in enumerate(stage._n_select.tolist()):
                 if n and stage._query_lens[row]:
-                    end = int(stage._kv[row] + stage._query_lens[row])
-                    known = stage.block.length(stage.block.target, row)
-                    found.append((known, stage._text[row, :end].tolist(), wide[row, n - 1 - first].cpu()))
-            return wide, first
+                    text = stage._text[row, : int(stage._kv[row] + stage._query_lens[row])].tolist()
+                    found.append((stage.block.length(stage.block.target, row), text, wide[row, 0].cpu()))
+            return logits, first
 
         monkeypatch.setattr(stage_class, "_score", recording)
 
@@ -152,13 +153,15 @@ class Drafted:
 def check_after_earlier_text(
     pipe: Any, drafted: Drafted, check: Callable[..., None], weights: dict[str, torch.Tensor]
 ) -> None:
-    """Compare the drafts of calls that go on with an earlier text, and with a cache of the caller's, with a reference by ``check``."""
+    """Compare the drafts of calls that go on with an earlier text, and with a cache of the caller's, with a reference by ``check``, and tokens with their logits."""
     target, how = pipe.target, {"max_new_tokens": 6, "do_sample": False}
     prompt = random_prompts(1, seed=8, shortest=20, longest=21)[0][None]
     longer = torch.cat([pipe.generate(prompt, max_new_tokens=10, do_sample=False), prompt[:, :5]], 1)
     for again in (longer, longer):
         pipe.generate(again, **how)
     check(drafted.found, target, weights)
+    right = {int(x.argmax()) == b[-1] for (n, a, x), (m, b, _) in pairwise(drafted.found) if (m, b[:-1]) == (n, a)}
+    assert right == {True}
     drafted.found.clear()
     # What is in the caller's cache has no features: the draft begins after it.
     cache = DynamicCache()

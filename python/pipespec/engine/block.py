@@ -422,9 +422,7 @@ class BlockStage(HeadStage):
         logits = self._bases[torch.arange(cache.rows), columns]
         if self.model.markov_head is not None:
             logits = logits + self._bias(lengths, columns)
-        first = self._first_selecting()
-        column = torch.from_numpy(self._n_select - (1 + first)).to(logits.device)
-        return self._widened(logits, column, fed.shape[1] - first), first
+        return logits, self._first_selecting()
 
     def _logits_of(self, count: int) -> torch.Tensor:
         """The logits of the first ``count`` columns that draft."""

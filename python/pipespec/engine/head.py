@@ -42,6 +42,7 @@ from pipespec.models.loading import DAMAGE, fill
 from pipespec.models.parts import ModelParts
 from pipespec.models.properties import tensor_parallel_size
 from pipespec.models.quantized import has_blocks
+from pipespec_kernels import ops
 from pipespec_kernels.state import Action
 
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -221,8 +222,9 @@ class DraftHead(TargetReader):
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
-            parts = features.split(self.config.target_hidden, dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            size, weights = self.config.target_hidden, torch.cat(list(self.fc_norm.parameters()))
+            parts = features.unflatten(-1, (-1, size))
+            features = weights * nn.functional.rms_norm(parts, (size,), eps=self.block.rms_norm_eps).flatten(-2)
         found: torch.Tensor = (product or self.fc)(features)
         return found
 
@@ -385,7 +387,7 @@ class HeadStage(Stage):
         return fed  # rows that select nothing wait until they do
 
     def _score(self, fed: torch.Tensor, cache: RowCache) -> tuple[torch.Tensor, int]:
-        """Run the slots of the rows that select up to their newest token, and keep the last outputs."""
+        """Run the slots of the rows that select up to their newest token, keep the last outputs, and return their logits as :meth:`_choose` takes them."""
         block = self.block
         selects = [int(n) > 0 for n in self._n_select]
         # Slots with features, and all slots.
@@ -397,10 +399,14 @@ class HeadStage(Stage):
         kept = [min(n, ends[row]) if keeps[row] else self._known[row] for row, n in enumerate(valid)]
         cache.truncate([min(pair) for pair in zip(cache.lengths, kept, strict=True)])
         self._run_to(cache, known, [end if chosen else 0 for end, chosen in zip(ends, selects, strict=True)])
-        logits = self._logits()
-        first = self._first_selecting()
+        return self._logits(), self._first_selecting()
+
+    def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
+        """As :meth:`Stage._choose`, from ``logits [rows, draft_vocabulary]`` of the only column in which each row selects."""
+        if self._select.is_argmax:
+            return self.model.ids[ops.argmax(logits[:, None])].int().cpu()
         column = torch.from_numpy(self._n_select - (1 + first)).to(logits.device)
-        return self._widened(logits, column, fed.shape[1] - first), first
+        return super()._choose(self._widened(logits, column, fed.shape[1] - first), fed, first)
 
     def _widened(self, logits: torch.Tensor, column: torch.Tensor, width: int) -> torch.Tensor:
         """Logits ``[rows, width, vocabulary]``: those of ``logits [rows, draft_vocabulary]`` in one column of each row, -inf elsewhere. ``column < 0`` is the first one."""
@@ -435,33 +441,31 @@ class HeadStage(Stage):
     def _run_columns(self, cache: RowCache, features: Features, known: Sequence[int], counts: Sequence[int]) -> None:
         """One forward of the head over the next ``counts[r]`` slots of each row: all with features, or one without."""
         head, q, begin = self.model, max(counts), cache.lengths
-        tokens = torch.zeros((cache.rows, q), dtype=torch.int64)
+        tokens = np.zeros((cache.rows, q), np.int64)
         spans = [(at + skipped, n) for at, n, skipped in zip(begin, counts, self._skipped, strict=True)]
         for row, (slot, n) in enumerate(spans):
-            tokens[row, :n] = torch.from_numpy(self._text[row, slot + 1 : slot + 1 + n])
+            tokens[row, :n] = self._text[row, slot + 1 : slot + 1 + n]
         states = self._states[:, None]
         if given := [row for row, n in enumerate(counts) if n and begin[row] < known[row]]:
             read = [features.read(row, spans[row][0], sum(spans[row])) for row in given]
-            fused = head.fuse(torch.cat(read).to(self._device), self._product)
-            states = states.repeat(1, q, 1)
-            for row, part in zip(given, fused.split([counts[row] for row in given]), strict=True):
-                states[row, : counts[row]] = part
-        embeds = head.embed(tokens.to(self._device))
+            fused = head.fuse(torch.cat(read).to(self._device), self._product).to(states.dtype)
+            split = iter(fused.split([counts[row] for row in given]))
+            parts = [next(split) if row in given else states[row] for row in range(cache.rows)]
+            states = parts[0][None] if cache.rows == 1 else nn.utils.rnn.pad_sequence(parts, batch_first=True)
+        embeds = head.embed(torch.from_numpy(tokens).to(self._device))
         if self._decoder is not None:
             outputs = self._decoder.run_layers(states, cache, side=embeds.float())[0]
         else:
             outputs = head(embeds, states, cache.positions(q), cache.masks(q), cache)
         cache.truncate([at + n for at, n in zip(begin, counts, strict=True)])
-        for row, n in enumerate(counts):
-            if n:
-                self._states[row] = outputs[row, n - 1]
+        self._states = torch.stack([outputs[row, n - 1] if n else self._states[row] for row, n in enumerate(counts)])
         for row in given:
             self._known[row] = begin[row] + counts[row]
 
     def _logits(self) -> torch.Tensor:
         """The logits ``[rows, draft_vocabulary]`` of the last outputs."""
         if self._decoder is not None:
-            return self._decoder.logits(self._states[:, None], 1)[:, 0]
+            return self._decoder.decoder.logits(self._states)
         return self.model.logits(self._states)
 
 

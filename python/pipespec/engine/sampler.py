@@ -187,6 +187,8 @@ class HostSampler(Sampler):
             self._processors = [
                 [_for_row(p, row, rows, sampling_params) for p in sampling_params.processors] for row in range(rows)
             ]
+        self.is_argmax = not (self.kind.sampled or self._processors or self._fused or grammar)
+        """Whether each choice is the largest logit: nothing is drawn, and nothing changes the logits."""
 
     def __call__(self, logits: Tensor, step: Step) -> Tensor:
         """Choose the tokens of one step.
