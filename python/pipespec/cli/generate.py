@@ -164,7 +164,7 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
             stream = TextStream(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), write)
             try:
                 with reading_shown():
-                    pipe.generate(
+                    output = pipe.generate(
                         **inputs.to(pipe.target.device),
                         max_new_tokens=args.max_new_tokens,
                         streamer=stream,
@@ -177,9 +177,16 @@ def generate(args: argparse.Namespace, trace: int = 0) -> Report | None:
                 raise
             print("".join(pieces), flush=True)
             assert pipe.report is not None
-            if args.chat and pipe.report.tokens == args.max_new_tokens:
+            if args.chat and _is_cut(args, pipe, output[0, inputs.input_ids.shape[1] :].tolist()):
                 say(f"the answer has {args.max_new_tokens} tokens, the limit: --max-new-tokens N changes it")
             return pipe.report
+
+
+def _is_cut(args: argparse.Namespace, pipe: Any, new: list[int]) -> bool:
+    """Whether the limit ended an answer."""
+    from pipespec.models.properties import end_tokens
+
+    return len(new) == args.max_new_tokens and new[-1] not in end_tokens(pipe.target)
 
 
 def _check_room(args: argparse.Namespace, target: Any, length: int) -> None:
@@ -214,21 +221,17 @@ def _prompt_of(line: str, number: int) -> dict[str, Any]:
 
 def _write_lines(args: argparse.Namespace, pipe: Any, tokenizer: Any, lines: list[str]) -> None:
     """Print, for each line that is not empty, its object with ``text``, ``finish_reason``, ``tokens``, ``seconds``, and with ``--report`` the ``report``. All are checked before the first text."""
-    from pipespec.models.properties import end_tokens
-
     given = [_prompt_of(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     options = sampling_options(args, tokenizer)
-    ends = set(end_tokens(pipe.target))
     encoded = [encode(tokenizer, entry["prompt"], args.chat) for entry in given]
     for each in encoded:
         _check_room(args, pipe.target, each.input_ids.shape[1])
     for entry, each in zip(given, encoded, strict=True):
         output = pipe.generate(**each.to(pipe.target.device), max_new_tokens=args.max_new_tokens, **options)
         new = output[0, each.input_ids.shape[1] :].tolist()
-        is_cut = len(new) == args.max_new_tokens and new[-1] not in ends
         found = {
             "text": tokenizer.decode(new, skip_special_tokens=True),
-            "finish_reason": "length" if is_cut else "stop",
+            "finish_reason": "length" if _is_cut(args, pipe, new) else "stop",
             "tokens": len(new),
             "seconds": round(pipe.report.seconds, 3),
         }

@@ -404,7 +404,8 @@ class HeadStage(Stage):
     def _choose(self, logits: torch.Tensor, fed: torch.Tensor, first: int) -> torch.Tensor:
         """As :meth:`Stage._choose`, from ``logits [rows, draft_vocabulary]`` of the only column in which each row selects."""
         if self._select.is_argmax:
-            return self.model.ids[ops.argmax(logits[:, None])].int().cpu()
+            ids = self.model.ids  # a borrowed head may have more rows
+            return ids[ops.argmax(logits[:, None, : len(ids)])].int().cpu()
         column = torch.from_numpy(self._n_select - (1 + first)).to(logits.device)
         return super()._choose(self._widened(logits, column, fed.shape[1] - first), fed, first)
 

@@ -150,8 +150,9 @@ class PrefixStore:
     def add(self, kept: KeptText) -> None:
         """Keep the text of the last call, which stays whatever its size until another one comes. An equal one goes."""
         again = [old for old in self.texts if kept.equals(old)]
-        self.spare = again[0].cache if again else self.spare
+        # In this order: a signal may end the call in between, and what a later one overwrites must be no text's.
         self.texts = [*(old for old in self.texts[1 - MOST :] if old not in again), kept]
+        self.spare = again[0].cache if again else self.spare
 
     def retain(self, stays: Callable[[KeptText], bool]) -> None:
         """Forget all other texts."""

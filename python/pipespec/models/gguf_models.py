@@ -405,8 +405,7 @@ def rows_by_head(config: Any) -> Tensor:
     the model."""
     heads, size = config.linear_num_key_heads, config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    numbers = torch.arange(2 * heads * size + 2 * values)
-    parts = numbers.split([heads * size, heads * size, values, values])
+    parts = torch.arange(2 * heads * size + 2 * values).split([heads * size, heads * size, values, values])
     return torch.cat([part.view(heads, -1) for part in parts], 1).reshape(-1)
 
 

@@ -285,8 +285,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> 
         raise ValueError(
             f"{file.path} has a tokenizer that splits a text as {name!r}, which is not known: {_OTHERWISE}"
         )
-    merges = _merges(file)
-    made = Tokenizer(models.BPE(_vocabulary(tokens), merges, ignore_merges=split.ignore_merges))
+    made = Tokenizer(models.BPE(_vocabulary(tokens), _merges(file), ignore_merges=split.ignore_merges))
     parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

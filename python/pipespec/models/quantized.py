@@ -324,8 +324,7 @@ class QuantizedEmbedding(_Blocks):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """float32 ``[..., hidden]``."""
-        rows = dequantize(self.matrix.rows(tokens.reshape(-1)))
-        out = rows.view(*tokens.shape, self.embedding_dim)
+        out = dequantize(self.matrix.rows(tokens.reshape(-1))).view(*tokens.shape, self.embedding_dim)
         return out if self.form.scale is None else out * self.form.scale
 
 

@@ -157,8 +157,7 @@ class ByteTokenizer:
         for i in special:
             self.pieces[i] = b""
         self.special = frozenset(special)
-        tokenizer = Tokenizer.from_str(description)
-        marked = tokenizer.encode("a")
+        marked = Tokenizer.from_str(description).encode("a")
         begin = next((i for i, mark in enumerate(marked.special_tokens_mask) if not mark), 0)
         self.prefix: list[int] = marked.ids[:begin]
         self.prepends = False

@@ -225,8 +225,7 @@ class Service:
         """The text of token ids."""
         prompts = self.model.prompts
         body.required("tokens", "a list of token ids")
-        ids = prompts.checked(body.items("tokens"), "tokens")
-        text = prompts.tokenizer.decode(ids)
+        text = prompts.tokenizer.decode(prompts.checked(body.items("tokens"), "tokens"))
         return {"content": text, "prompt": text}
 
     def apply_template(self, body: Fields) -> dict[str, Any]:

@@ -291,8 +291,7 @@ class CapturedBody:
         host = torch.zeros(cache.rows * (width + 4), dtype=torch.int32, device="cpu").pin_memory()
         self._host, self._device = host, host.to(resources.device, copy=True)
         self._selected = torch.empty((cache.rows, width), dtype=torch.int32, device="cpu").pin_memory()
-        sizes = [cache.rows * width, *[cache.rows] * 4]
-        tokens, kv, *counts = self._device.split(sizes)
+        tokens, kv, *counts = self._device.split([cache.rows * width, *[cache.rows] * 4])
         given = tokens.view(cache.rows, width), kv, *counts
 
         def run(warm_up: bool) -> None:
