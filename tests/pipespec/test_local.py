@@ -475,14 +475,14 @@ def test_a_process_that_is_never_ready_is_given_up(monkeypatch):
 
 
 def test_a_draft_without_memory(rig):
-    """Its cache of long prompts does not fit its limit."""
-    ids = torch.randint(2, VOCABULARY, (20, 256), generator=torch.Generator().manual_seed(0))
+    """Its cache of many rows does not fit its limit, nor what its process has allocated and freed before."""
+    ids = torch.randint(2, VOCABULARY, (320, 256), generator=torch.Generator().manual_seed(0))
     with Pipeline(rig.target, schedule="plain") as plain:
         wanted = plain.generate(ids, max_new_tokens=2)
     resource.prlimit(rig.pids[0], resource.RLIMIT_AS, (1, 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with drafts_keep_up(rig.pipeline, [258] * 20):  # it is dead before the text is complete
+        with drafts_keep_up(rig.pipeline, [258] * 320):  # it is dead before the text is complete
             assert torch.equal(rig.pipeline.generate(ids, max_new_tokens=2), wanted)
     (message,) = [str(warning.message) for warning in caught]
     assert "draft stage 0 is lost" in message
