@@ -362,13 +362,13 @@ def test_storage_and_its_properties():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_large_storage_on_a_cpu_lies_on_huge_pages_and_is_zero(dtype):
     # A prime number of positions, so that the size is no multiple of a page.
-    kept = zeros((2, 1, 2, 4099, 128), dtype, torch.device("cpu"))
-    assert kept.shape == (2, 1, 2, 4099, 128)
+    kept = zeros((2, 1, 2, 16411, 128), dtype, torch.device("cpu"))
+    assert kept.shape == (2, 1, 2, 16411, 128)
     assert kept.dtype == dtype
     assert kept.is_contiguous()
     assert kept.data_ptr() % HUGE_PAGE == 0
     assert not kept.any()
-    kept[1, 0, 1, 4098] = 3
+    kept[1, 0, 1, 16410] = 3
     assert kept.sum() == 3 * 128
 
 
@@ -377,8 +377,8 @@ def test_storage_on_huge_pages_grows_with_what_it_holds(ids):
     small, large = RowCache.for_model(model, 1, 16), RowCache.for_model(model, 1, 16)
     forward(model, ids[:1, :8], small, keep=1)
     forward(model, ids[:1, :8], large, keep=1)
-    large.reserve(8192)
-    assert all(store.nbytes >= HUGE_PAGE for store in large._stores)
+    large.reserve(32768)
+    assert all(store.nbytes >= 4 * HUGE_PAGE for store in large._stores)
     expected, found = (forward(model, ids[:1, 8:12], cache, keep=4) for cache in (small, large))
     assert torch.equal(expected, found)
 

@@ -28,9 +28,10 @@ def store(into: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner."""
+    """``torch.zeros``. On a CPU in huge pages where Linux has them: attention reads keys and values with fewer look-ups of addresses, and so sooner. Not small
+    ones, which have few addresses: some virtual machines take milliseconds to give a huge page."""
     size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size < HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type != "cpu" or size < 4 * HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
     # Errors by their numbers: a signal handler's TimeoutError is an OSError, too.
     try:
