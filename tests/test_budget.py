@@ -19,7 +19,7 @@ PYTHON = ("python/pipespec", "python/pipespec_spd", "python/pipespec_train", "pi
 FOLDERS = {
     "csrc": 15_720,
     "pipespec_kernels": 11_970,
-    "python/pipespec": 32_440,
+    "python/pipespec": 32_425,
     "python/pipespec_spd": 3_440,
     "python/pipespec_train": 2_350,
     "bench": 10_515,
