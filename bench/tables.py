@@ -121,7 +121,7 @@ class _Speeds:
 
 
 def summarise(settings: dict[str, Any], samples: Iterable[Sample]) -> dict[str, Any]:
-    """The settings with ``rows``, and whether no sample is missing (``complete``). Nothing is written."""
+    """The settings with ``rows``, and whether no sample is missing (``complete``), without the folders of the models. Nothing is written."""
     by_place: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
         by_place.setdefault((sample.dataset, sample.system), []).append(sample)
@@ -145,7 +145,8 @@ def summarise(settings: dict[str, Any], samples: Iterable[Sample]) -> dict[str, 
             rows.append(row)
             complete = complete and (len(good[key]) >= wanted or "not_measured" in system)
     run = settings["run"] | {"prompts": measured}
-    return settings | {"run": run, "rows": [asdict(row) for row in rows], "complete": complete}
+    family = {name: given for name, given in settings["family"].items() if name not in ("target", "drafts")}
+    return settings | {"run": run, "family": family, "rows": [asdict(row) for row in rows], "complete": complete}
 
 
 def _fastest(speeds: Mapping[str, _Speeds]) -> _Speeds | None:

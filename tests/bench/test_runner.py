@@ -650,7 +650,7 @@ def test_a_planted_run_from_the_command_line(
     assert "Agreement with the target measured over 96 positions" in shown
     folder = ResultsFolder(tmp_path / "r")
     summary = json.loads((folder.path / "summary.json").read_text())
-    assert summary["complete"]
+    assert (summary["complete"], "target" in summary["family"]) == (True, False)
     found = rows(summary)
     assert len(found) == 11
     assert all(r.identical == r.runs == r.samples == 2 for r in found.values() if r.key != "eagle3")

@@ -33,8 +33,7 @@ def test_cases_run_and_rivals_do_the_same() -> None:
 
 def test_attention_cases_run_and_rivals_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    benchmark = layer_cases.BENCHMARKS[0]
-    make = functools.partial(benchmark.make, "cpu")
+    make = functools.partial(layer_cases.BENCHMARKS[0].make, "cpu")
     for width, others in ((1, {"sdpa", "gqa", "other sums", "unmasked"}), (3, {"sdpa", "gqa", "other sums"})):
         case = make((2, width, 40), torch.float32, 2)
         assert set(case.rivals) == others

@@ -259,8 +259,7 @@ def test_near_the_decoder_of_the_same_weights(choice: str) -> None:
         NativeDecoder(shape, plain, **{name: whole(weight) for name, weight in ends.items()}), tokens, [40], 1
     )
     decoder = NativeDecoder(shape, layers, **ends)
-    got = feed(decoder, tokens, [40], 1)
-    assert (got.float() - expected).norm() <= 0.03 * expected.norm()
+    assert (feed(decoder, tokens, [40], 1).float() - expected).norm() <= 0.03 * expected.norm()
     embedding = whole(ends["embedding"])
     assert embedding is not None
     assert torch.equal(decoder.embed(tokens), embedding[tokens])

@@ -7,6 +7,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -77,6 +78,20 @@ def test_a_text_is_kept_once(target):
     pipe = Pipeline(target, **PLAIN)
     assert [said(pipe, tokens(4, 1))[1] for _ in range(4)] == [0] * 4  # too short to go on from
     assert len(store_of(pipe).texts) == 1
+
+
+def test_an_interrupted_call_gives_no_storage_on_that_a_text_has(monkeypatch):
+    def interrupted(store: Any, name: str, value: Any) -> None:
+        assert name != "texts"
+        vars(store)[name] = value
+
+    texts = [prefixes.KeptText(object(), np.zeros((1, 4)), [4], [0], [4], prefixes.NOT_KEPT) for _ in range(2)]
+    store = prefixes.PrefixStore()
+    store.add(texts[0])
+    monkeypatch.setattr(prefixes.PrefixStore, "__setattr__", interrupted)
+    with pytest.raises(AssertionError):
+        store.add(texts[1])
+    assert store.spare is None
 
 
 def test_a_branch_does_not_cost_the_conversation_its_text(target):

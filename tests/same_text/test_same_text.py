@@ -314,8 +314,7 @@ def check_scores(target: Any, ids: torch.Tensor, got: Any, wanted: Any, given: d
 def test_every_call_shows_something(expected: Expected, name: str) -> None:
     """Its arguments change the text, or what is recorded next to it: without them the comparison above would show nothing."""
     base, [(out, given), *_] = expected.of(name)
-    ids = CALLS[name].prompts()[0]
-    text = text_of(out)[:, ids.shape[1] :].tolist()
+    text = text_of(out)[:, CALLS[name].prompts()[0].shape[1] :].tolist()
     changes = name not in ("greedy", "one row", "cache", "cache, sampled", "prompt in parts", "sampled")
     if objects(given) or "output_scores" in given or not changes or "sampled" in name or given["do_sample"]:
         return

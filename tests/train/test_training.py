@@ -289,8 +289,7 @@ def test_a_frozen_head_keeps_the_target_s_weights(six: LlamaForCausalLM, tmp_pat
 
 def test_learning_rates() -> None:
     """As published: linear from the peak, which the warm-up reaches, to 0. The other form is half a cosine."""
-    published = TrainingSettings(steps=1000, warmup=100, rate_schedule="linear")
-    assert published.warmup_share == 0.1
+    assert TrainingSettings(steps=1000, warmup=100, rate_schedule="linear").warmup_share == 0.1
     rates = [training.learning_rate(step / 1000, 0.1, "linear") for step in range(1001)]
     assert rates[50] == pytest.approx(0.5)
     assert rates[100] == 1.0

@@ -30,8 +30,7 @@ class Greedy:
     module = import_module("pipespec_kernels.triton.verify")
 
     def __init__(self) -> None:
-        random = torch.Generator().manual_seed(1)
-        self.logits = torch.randn(2, 3, 16, generator=random)
+        self.logits = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(1))
         choices = self.logits.argmax(-1)
         tokens = torch.zeros(2, 3, dtype=torch.int64)
         tokens[:, 1:] = choices[:, :-1]
@@ -78,8 +77,7 @@ class Attention:
         self.workspace = torch.zeros(2 * (1 + 2), dtype=torch.int32)
 
     def __call__(self, module: ModuleType) -> tuple[torch.Tensor, ...]:
-        lengths = torch.tensor([46, 20])
-        given = self.q, self.keys, self.values, lengths
+        given = self.q, self.keys, self.values, torch.tensor([46, 20])
         with mock.patch.multiple(module, GROUPED=2, INVARIANT_SPAN=16):
             found = module.verify_attention(*given, invariant=True, workspace=self.workspace)
         return found, self.workspace.clone()

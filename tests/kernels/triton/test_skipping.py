@@ -128,8 +128,7 @@ def test_launches_in_any_order(mode: str, device: torch.device) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 def test_columns_behind_a_rejected_draft_token_are_not_read(mode: str, splits: int, device: torch.device) -> None:
-    generator = torch.Generator().manual_seed(4)
-    logits = make_logits("normal", (3, 6, 90), torch.float32, generator)
+    logits = make_logits("normal", (3, 6, 90), torch.float32, torch.Generator().manual_seed(4))
     noise = noise_for(mode, logits, 4)
     tokens = chosen_before(logits, noise)
     chosen = tokens.clone()
@@ -159,8 +158,7 @@ def test_columns_behind_a_rejected_draft_token_are_not_read(mode: str, splits: i
 
 def test_rejection_sampling_reads_the_columns_that_it_needs(device: torch.device) -> None:
     """Those up to the rejection, and the rejected one, or the one after all draft tokens, once more for its draw."""
-    generator = torch.Generator().manual_seed(5)
-    logits = torch.randn(2, 5, 90, generator=generator)
+    logits = torch.randn(2, 5, 90, generator=torch.Generator().manual_seed(5))
     draft = logits.clone()  # every draft token passes
     noise = noise_for("coupled", logits, 5)
     assert noise is not None

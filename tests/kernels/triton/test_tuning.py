@@ -83,8 +83,7 @@ def test_a_product_is_measured_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changed", FACTS)
 def test_other_gpus_versions_and_sources_have_files_of_their_own(changed: str, tmp_path: Path) -> None:
-    first = Tuner(tmp_path, FACTS, Measure([2.0, 1.0]))
-    first.tile("O", CHOICES[:2], nothing)
+    Tuner(tmp_path, FACTS, Measure([2.0, 1.0])).tile("O", CHOICES[:2], nothing)
     assert Tuner(tmp_path, FACTS | {changed: "x"}, Measure()).known("O", CHOICES[:2]) is None
 
 
